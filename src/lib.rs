@@ -1,0 +1,1 @@
+//! Hand tensors between CPU and GPU.
