@@ -2,6 +2,7 @@
 
 pub(crate) mod call;
 pub(crate) mod load;
+pub(crate) mod probe;
 
 pub(crate) use call::{Bound, check};
 pub(crate) use load::Driver;
