@@ -3,12 +3,18 @@
 
 #[allow(unsafe_code)]
 pub(crate) mod driver;
+#[allow(unsafe_code)]
+mod element;
 mod error;
+mod layout;
 mod plan;
 mod platform;
+mod ranges;
 
 pub use cudarc;
+pub use element::{DType, Element};
 pub use error::{Error, Refused, Result};
+pub use layout::Shape;
 pub use plan::{
     Access, Backing, ByMemory, Decision, Direction, Estimate, Figures, HostMemory, Rate, Request, Strategy, plan,
 };
