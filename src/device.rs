@@ -11,7 +11,8 @@ use crate::driver::context::cudarc_error;
 use crate::driver::staging::Staging;
 use crate::driver::{Context, Driver};
 use crate::error::{Error, Result};
-use crate::platform::{Detector, Platform};
+use crate::plan::{Decision, Request, plan};
+use crate::platform::{Detector, MemoryFigures, Platform};
 use crate::tensor::TensorOptions;
 
 /// A GPU that tensors are made for: a handle, cheap to clone, to use from any thread.
@@ -38,6 +39,7 @@ struct Inner {
     context: Arc<Context>,
     stream: Arc<CudaStream>,
     platform: Platform,
+    memory: MemoryFigures,
     waiter: Waiter,
     up: Staging,
     down: Staging,
@@ -73,10 +75,12 @@ impl Device {
     pub fn with_detector(stream: &Arc<CudaStream>, detector: &Detector) -> Result<Self> {
         Driver::get()?;
         let platform = detector.detect_in(stream.context());
+        let memory = platform.memory_in(stream.context());
         Ok(Self(Arc::new(Inner {
             context: Context::new(stream.context().clone()),
             stream: stream.clone(),
             platform,
+            memory,
             waiter: Waiter::new(),
             up: Staging::default(),
             down: Staging::default(),
@@ -96,6 +100,26 @@ impl Device {
     /// Starts a tensor of this device.
     pub fn tensor(&self) -> TensorOptions<'_> {
         TensorOptions::new(self)
+    }
+
+    /// Plans a transfer on this device, with the memory that is free now.
+    ///
+    /// # Errors
+    /// As [`plan`](crate::plan()).
+    pub fn plan(&self, request: &Request) -> Result<Decision> {
+        // Asking the driver and the system for free memory takes longer than planning: small tensors do with what was free
+        // at first.
+        let small = request.bytes < self.0.memory.free_bytes / 1024;
+        if small {
+            plan(&self.0.platform, &self.0.memory, request)
+        } else {
+            plan(&self.0.platform, &self.memory(), request)
+        }
+    }
+
+    /// How much memory there is and how much is free.
+    pub fn memory(&self) -> MemoryFigures {
+        self.0.platform.memory_in(self.0.context.cuda())
     }
 
     /// What the machine is and what it can do.

@@ -1,7 +1,7 @@
 //! One context as this crate uses it: events, copy streams, what was leaked.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use cudarc::driver::{CudaContext, sys};
 use parking_lot::Mutex;
@@ -83,11 +83,6 @@ impl Context {
         self.counters.leaked.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Waits until nothing runs on the whole context.
-    pub(crate) fn synchronize(&self) -> Result<()> {
-        synchronize(&self.cuda)
-    }
-
     pub(super) fn take_event(&self) -> Result<RawEvent> {
         if let Some(event) = self.idle.lock().pop() {
             return Ok(event);
@@ -149,6 +144,7 @@ impl Drop for Context {
 pub(crate) struct OwnedStream {
     raw: sys::CUstream,
     cuda: Arc<CudaContext>,
+    kept: AtomicBool,
 }
 
 // SAFETY: the driver's stream functions may be called from any thread.
@@ -163,7 +159,16 @@ impl OwnedStream {
         let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
         // SAFETY: the context is current; the call writes one handle.
         check("cuStreamCreate", unsafe { sys::cuStreamCreate(&mut raw, flags) })?;
-        Ok(Self { raw, cuda: cuda.clone() })
+        Ok(Self { raw, cuda: cuda.clone(), kept: AtomicBool::new(false) })
+    }
+}
+
+impl OwnedStream {
+    /// Never destroys it, nor the context it belongs to.
+    pub(super) fn keep(self: &Arc<Self>) {
+        if !self.kept.swap(true, Ordering::Relaxed) {
+            std::mem::forget(self.clone());
+        }
     }
 }
 

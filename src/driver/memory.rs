@@ -6,7 +6,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use cudarc::driver::{CudaContext, CudaSlice, CudaStream, DevicePtr, sys};
+use cudarc::driver::{CudaContext, CudaSlice, CudaStream, DevicePtr, DevicePtrMut, sys};
 
 use super::call::{Bound, check};
 use super::context::{Context, cudarc_error};
@@ -185,6 +185,20 @@ pub(crate) fn alloc_device<T: Element>(context: &Context, stream: &Stream, eleme
 /// The address of a slice. Makes `stream` wait for what cudarc knows to be running on it.
 pub(crate) fn slice_address<T: Element>(slice: &CudaSlice<T>, stream: &Stream) -> u64 {
     slice.device_ptr(stream.cuda()).0
+}
+
+/// Takes over a slice of the caller's: makes `stream` wait for what cudarc knows to be running on it.
+pub(crate) fn adopt_slice<T: Element>(slice: &mut CudaSlice<T>, stream: &Stream) -> u64 {
+    slice.device_ptr_mut(stream.cuda()).0
+}
+
+/// Tells cudarc's tracking of a slice that goes to the caller that all of ours lies before this point of `stream`. Where
+/// cudarc can not note it, waits instead.
+pub(crate) fn note_write<T: Element>(context: &Context, slice: &mut CudaSlice<T>, stream: &Stream) -> Result<()> {
+    let _bound = context.enter()?;
+    context.clear_stale();
+    drop(slice.device_ptr_mut(stream.cuda()));
+    if context.cuda().check_err().is_err() { stream.synchronize() } else { Ok(()) }
 }
 
 /// Drops an owner whose drop may call cudarc (`CudaSlice`): with its context current, and with what cudarc parks there

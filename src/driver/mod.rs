@@ -5,8 +5,10 @@ pub(crate) mod context;
 pub(crate) mod copy;
 pub(crate) mod event;
 pub(crate) mod load;
+pub(crate) mod managed;
 pub(crate) mod memory;
 pub(crate) mod pending;
+pub(crate) mod probe;
 pub(crate) mod staging;
 pub(crate) mod stream;
 

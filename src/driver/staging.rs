@@ -68,11 +68,6 @@ impl Slots {
 }
 
 impl Staging {
-    /// Whether copies go through pinned slots; `false` after a refusal, `true` also before the first copy.
-    pub(crate) fn pins(&self) -> bool {
-        !matches!(*self.slots.lock(), Slots::Refused)
-    }
-
     /// Copies `bytes` bytes of pageable memory to the device, in the order of `stream`. On return the source has been read;
     /// the device has the bytes once the stream has passed.
     ///
@@ -135,7 +130,7 @@ impl Staging {
             let submitted = unsafe { copy::device_to_host(target, source, bytes, stream) };
             return stream.synchronize().and(submitted);
         };
-        let mut fetch = |index: usize, offset: usize, len: usize, slots: &mut [Slot; 2]| -> Result<()> {
+        let fetch = |index: usize, offset: usize, len: usize, slots: &mut [Slot; 2]| -> Result<()> {
             let slot = &mut slots[index % 2];
             slot.wait()?;
             // SAFETY: the slot is idle and stays ours until its event has passed.

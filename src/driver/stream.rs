@@ -18,18 +18,18 @@ const PER_THREAD: usize = 2;
 pub(crate) struct Stream {
     cuda: Arc<CudaStream>,
     thread: Option<ThreadId>,
-    _owned: Option<Arc<OwnedStream>>,
+    owned: Option<Arc<OwnedStream>>,
 }
 
 impl Stream {
     /// The caller's stream, as the calling thread sees it.
     pub(crate) fn of_caller(cuda: &Arc<CudaStream>) -> Self {
         let thread = (cuda.cu_stream() as usize == PER_THREAD).then(|| std::thread::current().id());
-        Self { cuda: cuda.clone(), thread, _owned: None }
+        Self { cuda: cuda.clone(), thread, owned: None }
     }
 
     pub(super) fn owned(cuda: Arc<CudaStream>, owned: Arc<OwnedStream>) -> Self {
-        Self { cuda, thread: None, _owned: Some(owned) }
+        Self { cuda, thread: None, owned: Some(owned) }
     }
 
     pub(crate) fn cuda(&self) -> &Arc<CudaStream> {
@@ -50,6 +50,13 @@ impl Stream {
     /// Whether this thread can name the queue: the per-thread stream of another thread can not be.
     pub(crate) fn reachable(&self) -> bool {
         self.thread.is_none_or(|thread| thread == std::thread::current().id())
+    }
+
+    /// Makes a stream of ours stay for ever, because a `CudaSlice` that names it goes to the caller.
+    pub(crate) fn keep(&self) {
+        if let Some(owned) = &self.owned {
+            owned.keep();
+        }
     }
 
     /// Whether the handle means another queue on every thread.

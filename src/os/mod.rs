@@ -23,10 +23,10 @@ unsafe impl Send for Block {}
 impl Block {
     pub(crate) fn zeroed(bytes: usize) -> Result<Self> {
         let align = if bytes >= 2 * HUGE_PAGE { HUGE_PAGE } else { CACHE_LINE };
-        let out_of_memory = |why: &str| {
-            Error::new(Kind::OutOfMemory { what: "host memory", bytes: bytes as u64, why: why.into() })
-        };
-        let layout = Layout::from_size_align(bytes.max(1), align).map_err(|_| out_of_memory("larger than any object"))?;
+        let out_of_memory =
+            |why: &str| Error::new(Kind::OutOfMemory { what: "host memory", bytes: bytes as u64, why: why.into() });
+        let layout =
+            Layout::from_size_align(bytes.max(1), align).map_err(|_| out_of_memory("larger than any object"))?;
         let refused = || out_of_memory("the system refused");
         if align < HUGE_PAGE {
             // SAFETY: the layout's size is not zero.

@@ -29,10 +29,13 @@ use self::store::Store;
 use self::view::{Window, part_doc};
 use crate::device::Device;
 use crate::driver::Stream;
+use crate::driver::managed::{self, Advice, Location};
 use crate::element::Element;
 use crate::error::{Error, Kind, Refused, Result};
 use crate::layout::Shape;
 use crate::plan::{Backing, Decision, Strategy};
+
+use self::options::RegisteredVec;
 
 /// A contiguous, row-major tensor that CPU and GPU work on in turn.
 ///
@@ -109,7 +112,6 @@ use crate::plan::{Backing, Decision, Strategy};
 pub struct TransferTensor<T: Element> {
     store: Arc<Store>,
     shape: Shape,
-    decision: Arc<Decision>,
     _element: PhantomData<T>,
 }
 
@@ -130,8 +132,13 @@ impl<T: Element> TransferTensor<T> {
         TensorOptions::host_only().from_vec(values, shape)
     }
 
-    fn new(store: Arc<Store>, shape: Shape, decision: Decision) -> Self {
-        Self { store, shape, decision: Arc::new(decision), _element: PhantomData }
+    /// A tensor of nothing.
+    fn hollow() -> Self {
+        Self::new(options::empty_store::<T>(), Shape::from([0]))
+    }
+
+    fn new(store: Arc<Store>, shape: Shape) -> Self {
+        Self { store, shape, _element: PhantomData }
     }
 
     /// The extents.
@@ -197,7 +204,7 @@ impl<T: Element> TransferTensor<T> {
     /// What was decided when the tensor was made, and why. Where a route was then refused, the reasons say so and
     /// [`backing`](Self::backing) tells what serves instead.
     pub fn decision(&self) -> &Decision {
-        &self.decision
+        self.store.decision()
     }
 
     /// Bytes copied so far: to the device, and to the host.
@@ -329,10 +336,7 @@ impl<T: Element> TransferTensor<T> {
     /// Another handle lives, or this one is a part; it comes back.
     pub fn from_shared(shared: SharedTensor<T>) -> Result<Self, Refused<SharedTensor<T>>> {
         match shared.into_store() {
-            Ok((store, shape)) => {
-                let decision = Decision::made_elsewhere(store.strategy(), store.backing());
-                Ok(Self::new(store, shape, decision))
-            }
+            Ok((store, shape)) => Ok(Self::new(store, shape)),
             Err(value) => Err(Refused { error: Error::new(Kind::Shared { what: "the tensor" }), value }),
         }
     }
@@ -343,44 +347,47 @@ impl<T: Element> TransferTensor<T> {
     /// # Errors
     /// As [`host`](Self::host); the tensor comes back.
     pub fn into_vec(self) -> Result<Vec<T>, Refused<Self>> {
-        let values = match self.host() {
-            // Current on the host and nothing runs on it: a Vec inside can be taken out as it is.
-            Ok(guard) if self.store.with_state(|state| state.host.as_ref().is_some_and(|r| r.is_idle())) => {
-                drop(guard);
-                None
-            }
-            Ok(guard) => Some(guard.to_vec()),
-            Err(error) => return Err(Refused { error, value: self }),
-        };
-        match values {
-            Some(values) => Ok(values),
-            None => self.take_vec(),
+        match self.settle_host() {
+            Ok(()) => self.take_vec(),
+            Err(error) => Err(Refused { error, value: self }),
+        }
+    }
+
+    /// Makes the host's bytes current, and waits until nothing uses them.
+    fn settle_host(&self) -> Result<()> {
+        drop(self.host()?);
+        let all = 0..self.store.bytes();
+        match self.store.with_state(|state| state.host.clone()) {
+            Some(region) => region.wait(&all, true),
+            None => Ok(()),
         }
     }
 
     fn take_vec(self) -> Result<Vec<T>, Refused<Self>> {
-        let Self { store, shape, decision, .. } = self;
-        let region = store.with_state(|state| {
+        let region = self.store.with_state(|state| {
             if state.shared {
                 state.device = None;
             }
             state.host.take()
         });
         let Some(region) = region else { return Ok(Vec::new()) };
-        match Arc::try_unwrap(region).map_err(Some).and_then(|region| region.reclaim::<Vec<T>>().map_err(|r| Some(Arc::new(r)))) {
-            Ok(values) => Ok(values),
-            Err(region) => {
-                store.with_state(|state| {
-                    if state.shared {
-                        state.device = region.clone();
-                    }
-                    state.host = region;
-                });
-                let tensor = Self { store, shape, decision, _element: PhantomData };
-                let copied = tensor.host().map(|guard| guard.to_vec());
-                copied.map_err(|error| Refused { error, value: tensor })
-            }
-        }
+        let taken = Arc::try_unwrap(region).and_then(|region| {
+            let region = match region.reclaim::<Vec<T>>() {
+                Ok(values) => return Ok(values),
+                Err(region) => region,
+            };
+            region.reclaim::<RegisteredVec<T>>().map(RegisteredVec::into_vec).map_err(Arc::new)
+        });
+        taken.or_else(|region| {
+            self.store.with_state(|state| {
+                if state.shared {
+                    state.device = Some(region.clone());
+                }
+                state.host = Some(region);
+            });
+            let copied = self.host().map(|guard| guard.to_vec());
+            copied.map_err(|error| Refused { error, value: self })
+        })
     }
 
     /// The elements as cudarc's slice: on the device, in its allocation, without a copy there.
@@ -401,7 +408,10 @@ impl<T: Element> TransferTensor<T> {
     fn bring_whole_slice(&self) -> Result<Stream> {
         let device = self.store.need_device("into_cuda_slice")?;
         if self.strategy() != Strategy::Streamed {
-            return Err(Error::unsupported("a CudaSlice", "the tensor's memory is host-visible, not the device's alone"));
+            return Err(Error::unsupported(
+                "a CudaSlice",
+                "the tensor's memory is host-visible, not the device's alone",
+            ));
         }
         if self.is_empty() {
             return Err(Error::unsupported("a CudaSlice", "there is no element, so no device memory"));
@@ -418,25 +428,68 @@ impl<T: Element> TransferTensor<T> {
     }
 
     fn take_slice(self, stream: &Stream) -> Result<CudaSlice<T>, Refused<Self>> {
+        let refuse = |why: &str, value| Err(Refused { error: Error::unsupported("a CudaSlice", why), value });
         let Some(region) = self.store.with_state(|state| state.device.take()) else {
-            return Err(Refused { error: Error::unsupported("a CudaSlice", "no device memory"), value: self });
+            return refuse("there is no device memory", self);
         };
-        let taken = Arc::try_unwrap(region).map_err(Some).and_then(|region| {
-            region.reclaim::<CudaSlice<T>>().map_err(|region| Some(Arc::new(region)))
-        });
-        match taken {
-            Ok(slice) => {
-                // So that cudarc's own tracking knows of the point, where it is on.
-                crate::driver::memory::note_write(&slice, stream);
+        let region = match Arc::try_unwrap(region) {
+            Ok(region) => region,
+            Err(region) => {
+                self.store.with_state(|state| state.device = Some(region));
+                return refuse("its device memory is in use", self);
+            }
+        };
+        match (region.reclaim::<CudaSlice<T>>(), self.store.device_handle()) {
+            (Ok(mut slice), Some(device)) => {
+                stream.keep();
+                // A failure here is a fault: the slice's next use reports it.
+                let _ = crate::driver::memory::note_write(device.context(), &mut slice, stream);
                 Ok(slice)
             }
-            Err(region) => {
-                self.store.with_state(|state| {
-                    state.device = region;
-                    state.host_current.remove(&(0..0));
-                });
-                Err(Refused { error: Error::new(Kind::Shared { what: "the device memory" }), value: self })
+            (Ok(_), None) => refuse("there is no device", self),
+            (Err(region), _) => {
+                self.store.with_state(|state| state.device = Some(Arc::new(region)));
+                refuse("its device memory is not a slice of this element type that only it holds", self)
             }
+        }
+    }
+
+    /// Tells the driver how managed memory will be used (`cuMemAdvise`).
+    ///
+    /// # Errors
+    /// The backing is not [`Backing::Managed`], or the driver refuses.
+    pub fn advise(&self, advice: Advice, location: Location) -> Result<()> {
+        let (device, region) = self.managed("advise")?;
+        let _bound = device.context().enter()?;
+        managed::advise(device.context(), region.device()?, region.bytes(), advice, location)
+    }
+
+    /// Moves managed memory to the device or the host ahead of its use, in the order of `stream`
+    /// (`cuMemPrefetchAsync`).
+    ///
+    /// # Errors
+    /// The backing is not [`Backing::Managed`], the stream is being captured or another context's, or the driver refuses.
+    pub fn prefetch(&self, location: Location, stream: &Arc<CudaStream>) -> Result<()> {
+        let (device, region) = self.managed("prefetch")?;
+        if !device.owns(stream) {
+            return Err(Error::new(Kind::WrongContext { operation: "prefetch" }));
+        }
+        let _bound = device.context().enter()?;
+        let stream = Stream::of_caller(stream);
+        stream.check_not_capturing("prefetch")?;
+        // Noted as a read: the memory must not be freed under it, and its bytes do not change.
+        let id = region.open(&stream, &(0..region.bytes()), false);
+        managed::prefetch(device.context(), region.device()?, region.bytes(), location, &stream)?;
+        region.close(id, Arc::new(crate::driver::Event::record(device.context(), &stream)?));
+        Ok(())
+    }
+
+    fn managed(&self, operation: &'static str) -> Result<(&Device, Arc<Region>)> {
+        let device = self.store.need_device(operation)?;
+        let region = self.store.with_state(|state| state.host.clone());
+        match region.filter(|region| region.backing() == Backing::Managed) {
+            Some(region) => Ok((device, region)),
+            None => Err(Error::unsupported(operation, format!("the backing is {}, not managed", self.backing()))),
         }
     }
 
@@ -489,5 +542,33 @@ impl<T: Element> fmt::Debug for TransferTensor<T> {
             .field("strategy", &self.strategy())
             .field("backing", &self.backing())
             .finish_non_exhaustive()
+    }
+}
+
+impl TransferTensor<u8> {
+    /// The same bytes as elements of another type, if they are aligned for it.
+    fn retype<T: Element>(mut self, shape: Shape) -> Result<TransferTensor<T>, (Error, Self, Shape)> {
+        let misaligned = self.store.with_state(|state| {
+            let regions = [&state.host, &state.device].into_iter().flatten();
+            let addresses =
+                regions.flat_map(|r| [r.host().ok().map(|p| p.as_ptr() as usize), r.device().ok().map(|a| a as usize)]);
+            addresses.flatten().find(|address| address % align_of::<T>() != 0)
+        });
+        if let Some(value) = misaligned {
+            let error = Error::new(Kind::Misaligned { what: "the address", value, align: align_of::<T>() });
+            return Err((error, self, shape));
+        }
+        if let Some(store) = Arc::get_mut(&mut self.store) {
+            store.retype::<T>();
+        }
+        Ok(TransferTensor::new(self.store, shape))
+    }
+}
+
+impl<T: Element> TransferTensor<T> {
+    /// The same bytes as `u8`, which every address is aligned for.
+    fn into_bytes(self) -> TransferTensor<u8> {
+        let bytes = self.store.bytes();
+        TransferTensor::new(self.store, Shape::from(bytes))
     }
 }

@@ -153,8 +153,12 @@ impl Region {
         self.track.lock().foreign(context, write);
     }
 
-    pub(crate) fn has_foreign(&self) -> bool {
-        self.track.lock().has_foreign()
+    /// The stream that its free is ordered on, for device memory.
+    pub(crate) fn stream(&self) -> Option<Stream> {
+        match &self.owner {
+            Some(Owner::Device { stream, .. }) => Some(stream.clone()),
+            _ => None,
+        }
     }
 
     pub(crate) fn on(&self) -> Option<&Device> {
@@ -168,26 +172,24 @@ impl Region {
         }
     }
 
-    /// Takes the owner out, if it is a `T` and `usable` says so. The caller has waited for everything.
+    /// Takes the owner out, if it is a `T`. The caller has waited for everything.
     pub(crate) fn reclaim<T: 'static>(mut self) -> Result<T, Self> {
-        let owner = self.owner.take();
-        match owner {
-            Some(Owner::Host(any)) => match any.downcast::<T>() {
-                Ok(value) => Ok(*value),
-                Err(any) => {
-                    self.owner = Some(Owner::Host(any));
-                    Err(self)
-                }
-            },
+        let (any, back): (_, fn(Box<dyn Any + Send>) -> Owner) = match self.owner.take() {
+            Some(Owner::Host(any)) => (any, Owner::Host),
+            Some(Owner::Slow(any)) => (any, Owner::Slow),
             Some(Owner::Device { slice, stream, adopted }) => match slice.downcast::<T>() {
-                Ok(value) => Ok(*value),
+                Ok(value) => return Ok(*value),
                 Err(slice) => {
                     self.owner = Some(Owner::Device { slice, stream, adopted });
-                    Err(self)
+                    return Err(self);
                 }
             },
-            other => {
-                self.owner = other;
+            None => return Err(self),
+        };
+        match any.downcast::<T>() {
+            Ok(value) => Ok(*value),
+            Err(any) => {
+                self.owner = Some(back(any));
                 Err(self)
             }
         }

@@ -16,7 +16,7 @@ use crate::driver::memory::{Pinned, alloc_device, slice_address};
 use crate::driver::{Event, Stream, Way, copy};
 use crate::element::Element;
 use crate::error::{Error, Kind, Result};
-use crate::plan::{Backing, Strategy};
+use crate::plan::{Backing, Decision, Strategy};
 use crate::ranges::RangeSet;
 
 /// The storage of a tensor. `TransferTensor` holds the only handle; views borrow it, shared tensors count it.
@@ -24,7 +24,7 @@ use crate::ranges::RangeSet;
 pub(crate) struct Store {
     device: Option<Device>,
     bytes: usize,
-    strategy: Strategy,
+    decision: Decision,
     /// Why it may only be read, if so.
     read_only: Option<&'static str>,
     state: Mutex<State>,
@@ -58,14 +58,14 @@ impl Store {
     pub(crate) fn new<T: Element>(
         device: Option<Device>,
         bytes: usize,
-        strategy: Strategy,
+        decision: Decision,
         read_only: Option<&'static str>,
         state: State,
     ) -> Arc<Self> {
         Arc::new(Self {
             device,
             bytes,
-            strategy,
+            decision,
             read_only,
             state: Mutex::new(state),
             allocate: allocate::<T>,
@@ -88,7 +88,17 @@ impl Store {
     }
 
     pub(crate) fn strategy(&self) -> Strategy {
-        self.strategy
+        self.decision.strategy
+    }
+
+    pub(crate) fn decision(&self) -> &Decision {
+        &self.decision
+    }
+
+    /// From now on device memory is allocated as a slice of `T`. False if there is some already.
+    pub(crate) fn retype<T: Element>(&mut self) -> bool {
+        self.allocate = allocate::<T>;
+        self.state.get_mut().device.is_none()
     }
 
     pub(crate) fn check_writable(&self) -> Result<()> {
@@ -106,7 +116,7 @@ impl Store {
     /// The kind of memory that serves the device, or the host where there is none.
     pub(crate) fn backing(&self) -> Backing {
         let state = self.state.lock();
-        match (&state.host, &state.device, self.strategy) {
+        match (&state.host, &state.device, self.strategy()) {
             (Some(host), _, Strategy::ZeroCopy | Strategy::Coherent | Strategy::Host) => host.backing(),
             (_, _, Strategy::Streamed) => Backing::Device,
             _ => Backing::Pageable,
@@ -116,11 +126,6 @@ impl Store {
     /// The kind of memory on the host side, where there is some.
     pub(crate) fn host_backing(&self) -> Option<Backing> {
         self.state.lock().host.as_ref().map(|region| region.backing())
-    }
-
-    /// Takes the state apart. Only for the sole owner.
-    pub(crate) fn into_state(self) -> State {
-        self.state.into_inner()
     }
 
     pub(crate) fn with_state<R>(&self, f: impl FnOnce(&mut State) -> R) -> R {
@@ -151,7 +156,8 @@ impl Store {
             zero.insert(&missing);
             for part in state.device_current.within(&missing) {
                 zero.remove(&part);
-                let source = state.device.clone().ok_or_else(|| Error::unsupported("a download", "no device memory"))?;
+                let source =
+                    state.device.clone().ok_or_else(|| Error::unsupported("a download", "no device memory"))?;
                 self.download_part(&source, host, &part)?;
                 state.host_current.insert(&part);
             }
@@ -283,19 +289,22 @@ impl Store {
     /// where pinning is refused.
     fn new_host_region(&self) -> Result<Region> {
         match &self.device {
-            Some(device) => pinned_region(device, self.bytes).or_else(|_| pageable_region(self.bytes, Some(device.clone()))),
+            Some(device) => {
+                pinned_region(device, self.bytes).or_else(|_| pageable_region(self.bytes, Some(device.clone())))
+            }
             None => pageable_region(self.bytes, None),
         }
     }
 
     fn new_device_region(&self, device: &Device, stream: &Stream) -> Result<Region> {
+        // A slice may outlive everything of ours, so it is never allocated on a stream that ends with us... unless that
+        // stream is made to stay (`Stream::keep`), see `into_cuda_slice`.
         let allocate = || (self.allocate)(device, stream, self.bytes);
         let (slice, address) = allocate().or_else(|error| retry_after_drain(device, error, allocate))?;
         let owner = Owner::Device { slice, stream: stream.clone(), adopted: false };
         // SAFETY: the slice owns `bytes` bytes at its address.
-        let region = unsafe {
-            Region::new(None, Some(address), self.bytes, Backing::Device, Some(device.clone()), owner)
-        };
+        let region =
+            unsafe { Region::new(None, Some(address), self.bytes, Backing::Device, Some(device.clone()), owner) };
         // Other streams must come after the allocation.
         let all = 0..self.bytes;
         let allocation = region.open(stream, &all, true);
@@ -306,7 +315,11 @@ impl Store {
 
 /// Memory that was dropped may still be waiting to be freed: after an out-of-memory, wait for that and try once more.
 pub(crate) fn retry_after_drain<R>(device: &Device, error: Error, again: impl FnOnce() -> Result<R>) -> Result<R> {
-    if error.is_out_of_memory() && device.drain(std::time::Duration::from_secs(2)).is_ok() { again() } else { Err(error) }
+    if error.is_out_of_memory() && device.drain(std::time::Duration::from_secs(2)).is_ok() {
+        again()
+    } else {
+        Err(error)
+    }
 }
 
 /// Pinned memory, not yet set.

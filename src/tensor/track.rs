@@ -85,11 +85,6 @@ impl Track {
         }
     }
 
-    /// Whether a stream that we do not know may be using the allocation.
-    pub(crate) fn has_foreign(&self) -> bool {
-        !self.foreign.is_empty()
-    }
-
     /// What an access must come after: for a read all writes, for a write everything.
     pub(crate) fn conflicts(&self, range: &Range<usize>, write: bool) -> Vec<Conflict> {
         let uses = self.uses.iter().filter(|u| (write || u.write) && overlap(&u.range, range)).map(|u| Conflict {

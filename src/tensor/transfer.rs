@@ -132,9 +132,7 @@ impl<T: Element> Transfer<T> {
         let told = signal.clone();
         let device = self.tensor.as_ref().and_then(|tensor| tensor.device_handle().cloned());
         let submitted = match device {
-            Some(device) => {
-                device.waiter().submit(self.pending.clone(), Box::new(move |result| told.set(result)))
-            }
+            Some(device) => device.waiter().submit(self.pending.clone(), Box::new(move |result| told.set(result))),
             None => Ok(told.set(Ok(()))),
         };
         if let Err((error, _)) = submitted {
@@ -145,11 +143,14 @@ impl<T: Element> Transfer<T> {
     }
 }
 
+// Nothing in it is pinned.
+impl<T: Element> Unpin for Transfer<T> {}
+
 impl<T: Element> Future for Transfer<T> {
     type Output = Result<TransferTensor<T>, Refused<TransferTensor<T>>>;
 
-    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
-        let this = &mut *self;
+    fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
+        let this = self.get_mut();
         if this.signal.is_none() {
             match this.is_complete() {
                 Ok(false) => {}
