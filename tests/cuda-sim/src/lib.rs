@@ -1,1 +1,4 @@
 //! A simulated CUDA driver.
+
+pub mod host;
+pub mod profile;
