@@ -77,9 +77,9 @@ pub fn write_host_tree(
     pci_bus_id: &str,
 ) -> io::Result<()> {
     let tree = Tree(dir);
-    tree.put("proc/meminfo", &meminfo(figures))?;
+    tree.put("proc/meminfo", meminfo(figures))?;
     tree.put("proc/version", kernel_version(profile))?;
-    tree.put("proc/self/auxv", &auxiliary_vector(figures.page_size))?;
+    tree.put("proc/self/auxv", auxiliary_vector(figures.page_size))?;
     tree.put(
         "sys/kernel/mm/transparent_hugepage/enabled",
         "always [madvise] never\n",
