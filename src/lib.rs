@@ -1,1 +1,9 @@
 //! Hand tensors between CPU and GPU.
+#![deny(unsafe_code)]
+
+#[allow(unsafe_code)]
+pub(crate) mod driver;
+mod error;
+
+pub use cudarc;
+pub use error::{Error, Refused, Result};
