@@ -70,29 +70,17 @@ const CPUS_PER_NODE: u32 = 16;
 ///
 /// # Errors
 /// As the file system's.
-pub fn write_host_tree(
-    dir: &Path,
-    profile: &Profile,
-    figures: &HostFigures,
-    pci_bus_id: &str,
-) -> io::Result<()> {
+pub fn write_host_tree(dir: &Path, profile: &Profile, figures: &HostFigures, pci_bus_id: &str) -> io::Result<()> {
     let tree = Tree(dir);
     tree.put("proc/meminfo", meminfo(figures))?;
     tree.put("proc/version", kernel_version(profile))?;
     tree.put("proc/self/auxv", auxiliary_vector(figures.page_size))?;
-    tree.put(
-        "sys/kernel/mm/transparent_hugepage/enabled",
-        "always [madvise] never\n",
-    )?;
+    tree.put("sys/kernel/mm/transparent_hugepage/enabled", "always [madvise] never\n")?;
     tree.cgroup(figures)?;
     tree.nodes(profile, figures)?;
     tree.pci(profile, pci_bus_id)?;
     if profile.has(attribute::USES_HOST_PAGE_TABLES) && !profile.has(attribute::INTEGRATED) {
-        let mode = if profile.has(attribute::NUMA_CONFIG) {
-            "numa"
-        } else {
-            "driver"
-        };
+        let mode = if profile.has(attribute::NUMA_CONFIG) { "numa" } else { "driver" };
         let line = format!("CoherentGPUMemoryMode: \"{mode}\"\n");
         tree.put("proc/driver/nvidia/params", &line)?;
     }
@@ -100,13 +88,7 @@ pub fn write_host_tree(
 }
 
 fn meminfo(figures: &HostFigures) -> String {
-    let HostFigures {
-        total,
-        available,
-        free,
-        swap_free,
-        ..
-    } = *figures;
+    let HostFigures { total, available, free, swap_free, .. } = *figures;
     let lines = [
         ("MemTotal:", total),
         ("MemFree:", free),
@@ -121,9 +103,7 @@ fn meminfo(figures: &HostFigures) -> String {
         // Writing to a String does not fail.
         let _ = writeln!(text, "{name:<16}{:>12} kB", bytes / 1024);
     }
-    text.push_str(
-        "HugePages_Total:       0\nHugePages_Free:        0\nHugepagesize:       2048 kB\n",
-    );
+    text.push_str("HugePages_Total:       0\nHugePages_Free:        0\nHugepagesize:       2048 kB\n");
     text
 }
 
@@ -141,10 +121,7 @@ fn kernel_version(profile: &Profile) -> &'static str {
 /// `AT_PAGESZ` and the terminator, in the layout of the machine that reads them.
 fn auxiliary_vector(page_size: u64) -> Vec<u8> {
     const AT_PAGESZ: u64 = 6;
-    [AT_PAGESZ, page_size, 0, 0]
-        .iter()
-        .flat_map(|word| word.to_ne_bytes())
-        .collect()
+    [AT_PAGESZ, page_size, 0, 0].iter().flat_map(|word| word.to_ne_bytes()).collect()
 }
 
 /// A directory that files are put under.
@@ -171,10 +148,8 @@ impl Tree<'_> {
     }
 
     fn cgroup(&self, figures: &HostFigures) -> io::Result<()> {
-        const V1: [&str; 2] = [
-            "sys/fs/cgroup/memory/memory.limit_in_bytes",
-            "sys/fs/cgroup/memory/memory.usage_in_bytes",
-        ];
+        const V1: [&str; 2] =
+            ["sys/fs/cgroup/memory/memory.limit_in_bytes", "sys/fs/cgroup/memory/memory.usage_in_bytes"];
         const V2: [&str; 2] = ["sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current"];
         let (ours, theirs) = match figures.cgroup_version {
             CgroupVersion::V1 => (V1, V2),
@@ -203,24 +178,12 @@ impl Tree<'_> {
         let share = figures.total / u64::from(nodes);
         for node in 0..nodes {
             let first = node * CPUS_PER_NODE;
-            self.node(
-                node,
-                &format!("{first}-{}", first + CPUS_PER_NODE - 1),
-                share,
-            )?;
+            self.node(node, &format!("{first}-{}", first + CPUS_PER_NODE - 1), share)?;
         }
-        let mut online = if nodes == 1 {
-            "0".to_owned()
-        } else {
-            format!("0-{}", nodes - 1)
-        };
+        let mut online = if nodes == 1 { "0".to_owned() } else { format!("0-{}", nodes - 1) };
         // In NUMA mode the GPU's memory is a node without CPUs.
-        let own_node = profile
-            .attribute(attribute::NUMA_ID)
-            .and_then(|id| u32::try_from(id).ok());
-        if let Some(node) =
-            own_node.filter(|id| *id >= nodes && profile.has(attribute::NUMA_CONFIG))
-        {
+        let own_node = profile.attribute(attribute::NUMA_ID).and_then(|id| u32::try_from(id).ok());
+        if let Some(node) = own_node.filter(|id| *id >= nodes && profile.has(attribute::NUMA_CONFIG)) {
             self.node(node, "", profile.total_mem)?;
             let _ = write!(online, ",{node}");
         }
@@ -292,16 +255,8 @@ mod tests {
             let meminfo = scratch.read("proc/meminfo").unwrap();
             assert!(meminfo.contains("MemAvailable:"), "{key}");
             let wsl = scratch.read("proc/version").unwrap().contains("microsoft");
-            assert_eq!(
-                wsl,
-                key.starts_with("wsl2") || key.starts_with("rtx_spark"),
-                "{key}"
-            );
-            assert!(
-                scratch
-                    .read("sys/bus/pci/devices/0000:3b:00.0/numa_node")
-                    .is_some()
-            );
+            assert_eq!(wsl, key.starts_with("wsl2") || key.starts_with("rtx_spark"), "{key}");
+            assert!(scratch.read("sys/bus/pci/devices/0000:3b:00.0/numa_node").is_some());
         }
     }
 
@@ -313,23 +268,15 @@ mod tests {
         figures.cgroup_limit = Some(8 << 30);
         figures.cgroup_used = 1 << 30;
         write_host_tree(&scratch.0, &profile, &figures, "0000:01:00.0").unwrap();
-        assert_eq!(
-            scratch.read("sys/fs/cgroup/memory.max").unwrap(),
-            "8589934592\n"
-        );
+        assert_eq!(scratch.read("sys/fs/cgroup/memory.max").unwrap(), "8589934592\n");
         figures.cgroup_version = CgroupVersion::V1;
         write_host_tree(&scratch.0, &profile, &figures, "0000:01:00.0").unwrap();
         assert_eq!(scratch.read("sys/fs/cgroup/memory.max"), None);
-        let used = scratch
-            .read("sys/fs/cgroup/memory/memory.usage_in_bytes")
-            .unwrap();
+        let used = scratch.read("sys/fs/cgroup/memory/memory.usage_in_bytes").unwrap();
         assert_eq!(used, "1073741824\n");
         figures.cgroup_limit = None;
         write_host_tree(&scratch.0, &profile, &figures, "0000:01:00.0").unwrap();
-        assert_eq!(
-            scratch.read("sys/fs/cgroup/memory/memory.limit_in_bytes"),
-            None
-        );
+        assert_eq!(scratch.read("sys/fs/cgroup/memory/memory.limit_in_bytes"), None);
     }
 
     #[test]
@@ -337,22 +284,9 @@ mod tests {
         let scratch = Scratch::new("numa");
         let profile = Profile::builtin("gh200_480gb_numa").unwrap();
         write_host_tree(&scratch.0, &profile, &profile.host, "0009:01:00.0").unwrap();
-        assert_eq!(
-            scratch.read("sys/devices/system/node/online").unwrap(),
-            "0,1\n"
-        );
-        assert_eq!(
-            scratch
-                .read("sys/devices/system/node/node1/cpulist")
-                .unwrap(),
-            "\n"
-        );
-        assert!(
-            scratch
-                .read("proc/driver/nvidia/params")
-                .unwrap()
-                .contains("numa")
-        );
+        assert_eq!(scratch.read("sys/devices/system/node/online").unwrap(), "0,1\n");
+        assert_eq!(scratch.read("sys/devices/system/node/node1/cpulist").unwrap(), "\n");
+        assert!(scratch.read("proc/driver/nvidia/params").unwrap().contains("numa"));
         let link = scratch.read("sys/bus/pci/devices/0009:01:00.0/current_link_speed");
         assert_eq!(link, None);
     }

@@ -57,8 +57,7 @@ pub struct KernelCall {
     pub ctx: *const c_void,
     /// From a device address to where its bytes are now, readable and writable for `len` bytes
     /// until the kernel returns. Null where the device may not touch all of them.
-    pub translate:
-        unsafe extern "C" fn(ctx: *const c_void, address: u64, len: usize, write: bool) -> *mut u8,
+    pub translate: unsafe extern "C" fn(ctx: *const c_void, address: u64, len: usize, write: bool) -> *mut u8,
     /// Faults the context with a result code; of several, the first counts.
     pub fault: unsafe extern "C" fn(ctx: *const c_void, code: u32),
 }
@@ -240,10 +239,7 @@ impl Launch<'_> {
 ///
 /// # Safety
 /// `call` points to a launch as [`KernelCall`] describes it, valid until this returns.
-pub unsafe fn run(
-    call: *const KernelCall,
-    body: impl FnOnce(&mut Launch<'_>) -> Result<(), Fault>,
-) {
+pub unsafe fn run(call: *const KernelCall, body: impl FnOnce(&mut Launch<'_>) -> Result<(), Fault>) {
     // SAFETY: the caller's promise.
     let call = unsafe { &*call };
     let fault = match catch_unwind(AssertUnwindSafe(|| body(&mut Launch { call }))) {
@@ -291,12 +287,8 @@ impl Registry {
     /// With the built-in kernels.
     #[must_use]
     pub fn with_builtins() -> Self {
-        let known = BUILTINS
-            .iter()
-            .map(|(name, kernel)| ((*name).to_owned(), *kernel));
-        Self {
-            kernels: RwLock::new(known.collect()),
-        }
+        let known = BUILTINS.iter().map(|(name, kernel)| ((*name).to_owned(), *kernel));
+        Self { kernels: RwLock::new(known.collect()) }
     }
 
     /// Adds a kernel, or replaces the one of that name; launches in flight keep what they had.

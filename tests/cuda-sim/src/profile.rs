@@ -20,10 +20,9 @@ pub use attributes::id as attribute_id;
 /// Numbers of the attributes that this crate's own rules read.
 pub mod attribute {
     pub use super::attributes::{
-        ASYNC_ENGINE_COUNT, CAN_USE_HOST_POINTER, CC_MAJOR, CC_MINOR, CONCURRENT_MANAGED_ACCESS,
-        DIRECT_MANAGED_ACCESS, HOST_NUMA_ID, HOST_REGISTER_SUPPORTED, INTEGRATED, MANAGED_MEMORY,
-        MEMORY_POOLS_SUPPORTED, NUMA_CONFIG, NUMA_ID, PAGEABLE_MEMORY_ACCESS,
-        READ_ONLY_HOST_REGISTER, USES_HOST_PAGE_TABLES,
+        ASYNC_ENGINE_COUNT, CAN_USE_HOST_POINTER, CC_MAJOR, CC_MINOR, CONCURRENT_MANAGED_ACCESS, DIRECT_MANAGED_ACCESS,
+        HOST_NUMA_ID, HOST_REGISTER_SUPPORTED, INTEGRATED, MANAGED_MEMORY, MEMORY_POOLS_SUPPORTED, NUMA_CONFIG,
+        NUMA_ID, PAGEABLE_MEMORY_ACCESS, READ_ONLY_HOST_REGISTER, USES_HOST_PAGE_TABLES,
     };
 }
 pub use error::ProfileError;
@@ -129,10 +128,7 @@ impl Profile {
     /// The names of the built-in profiles, in alphabetical order.
     #[must_use]
     pub fn builtin_keys() -> Vec<&'static str> {
-        builtin_platforms().map_or_else(
-            |_| Vec::new(),
-            |all| all.keys().map(String::as_str).collect(),
-        )
+        builtin_platforms().map_or_else(|_| Vec::new(), |all| all.keys().map(String::as_str).collect())
     }
 
     /// The profile `key` of a TOML text.
@@ -181,11 +177,7 @@ impl Profile {
         stated
             .and_then(|count| usize::try_from(count).ok())
             .filter(|count| *count > 0)
-            .unwrap_or(if self.has(attribute::INTEGRATED) {
-                1
-            } else {
-                2
-            })
+            .unwrap_or(if self.has(attribute::INTEGRATED) { 1 } else { 2 })
     }
 }
 
@@ -203,9 +195,7 @@ fn parse(text: &str) -> Result<Table, ProfileError> {
         let line = error
             .span()
             .and_then(|span| text.get(..span.start))
-            .map_or(0, |before| {
-                before.bytes().filter(|byte| *byte == b'\n').count() + 1
-            });
+            .map_or(0, |before| before.bytes().filter(|byte| *byte == b'\n').count() + 1);
         ProfileError::new(match line {
             0 => error.message().to_owned(),
             line => format!("line {line}: {}", error.message()),
@@ -215,17 +205,12 @@ fn parse(text: &str) -> Result<Table, ProfileError> {
         None | Some(Value::Integer(1)) => {}
         Some(other) => {
             let found = shown(&other.to_string());
-            return Err(ProfileError::new(format!(
-                "schema must be 1, found {found}"
-            )));
+            return Err(ProfileError::new(format!("schema must be 1, found {found}")));
         }
     }
     match whole.remove("platform") {
         Some(Value::Table(platforms)) => Ok(platforms),
-        Some(other) => Err(ProfileError::new(format!(
-            "platform must be a table, found {}",
-            section::kind(&other)
-        ))),
+        Some(other) => Err(ProfileError::new(format!("platform must be a table, found {}", section::kind(&other)))),
         None => Err(ProfileError::new("no [platform.NAME.attributes] table")),
     }
 }
@@ -233,15 +218,10 @@ fn parse(text: &str) -> Result<Table, ProfileError> {
 fn from_platforms(platforms: &Table, key: &str) -> Result<Profile, ProfileError> {
     match platforms.get(key) {
         Some(Value::Table(table)) => build::profile(key, table),
-        Some(other) => Err(ProfileError::new(format!(
-            "platform `{}` must be a table, found {}",
-            shown(key),
-            section::kind(other)
-        ))),
-        None => Err(ProfileError::unknown_platform(
-            key,
-            platforms.keys().map(String::as_str),
-        )),
+        Some(other) => {
+            Err(ProfileError::new(format!("platform `{}` must be a table, found {}", shown(key), section::kind(other))))
+        }
+        None => Err(ProfileError::unknown_platform(key, platforms.keys().map(String::as_str))),
     }
 }
 

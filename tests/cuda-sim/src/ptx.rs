@@ -108,12 +108,8 @@ fn read_entry(rest: &mut &[&str]) -> Result<Entry, String> {
     *rest = &rest[end + 1..];
     if !list.is_empty() {
         for (index, param) in list.split(|token| *token == ",").enumerate() {
-            let size = param_size(param).ok_or_else(|| {
-                format!(
-                    "entry {name}: cannot size parameter {index}: {}",
-                    param.join(" ")
-                )
-            })?;
+            let size = param_size(param)
+                .ok_or_else(|| format!("entry {name}: cannot size parameter {index}: {}", param.join(" ")))?;
             params.push(size);
         }
     }
@@ -134,9 +130,7 @@ fn param_size(tokens: &[&str]) -> Option<usize> {
         None => 1,
         Some(at) => tokens.get(at + 1)?.parse::<usize>().ok()?,
     };
-    element
-        .checked_mul(count)
-        .filter(|size| *size <= LARGEST_PARAM)
+    element.checked_mul(count).filter(|size| *size <= LARGEST_PARAM)
 }
 
 fn type_size(token: &str) -> Option<usize> {
@@ -170,18 +164,8 @@ mod tests {
              .weak .entry none() { ret; }\n.entry bare { ret; }",
         )
         .unwrap();
-        let found: Vec<_> = entries
-            .iter()
-            .map(|entry| (entry.name.as_str(), entry.params.as_slice()))
-            .collect();
-        assert_eq!(
-            found,
-            [
-                ("_Z3addPfS_m", [8, 4, 24].as_slice()),
-                ("none", &[]),
-                ("bare", &[])
-            ]
-        );
+        let found: Vec<_> = entries.iter().map(|entry| (entry.name.as_str(), entry.params.as_slice())).collect();
+        assert_eq!(found, [("_Z3addPfS_m", [8, 4, 24].as_slice()), ("none", &[]), ("bare", &[])]);
     }
 
     #[test]
@@ -192,18 +176,8 @@ mod tests {
 
     #[test]
     fn what_is_no_ptx_is_refused() {
-        for text in [
-            "",
-            "\0",
-            "hello",
-            "\u{7f}ELF\u{0}",
-            ".version 7.0",
-            "// .version .target",
-        ] {
-            assert!(
-                parse(text).unwrap_err().contains("not a PTX module"),
-                "{text:?}"
-            );
+        for text in ["", "\0", "hello", "\u{7f}ELF\u{0}", ".version 7.0", "// .version .target"] {
+            assert!(parse(text).unwrap_err().contains("not a PTX module"), "{text:?}");
         }
         for (body, says) in [
             (".entry", "without a name"),
@@ -212,14 +186,8 @@ mod tests {
             (".entry k(.param .u64 x,)", "parameter 1"),
             (".entry k(.param .q7 x)", "parameter 0"),
             (".entry k(.param .b8 x[-1])", "parameter 0"),
-            (
-                ".entry k(.param .b8 x[99999999999999999999])",
-                "parameter 0",
-            ),
-            (
-                ".entry k(.param .b64 x[18446744073709551615])",
-                "parameter 0",
-            ),
+            (".entry k(.param .b8 x[99999999999999999999])", "parameter 0"),
+            (".entry k(.param .b64 x[18446744073709551615])", "parameter 0"),
         ] {
             let error = parse_with_head(body).unwrap_err();
             assert!(error.contains(says), "{body}: {error}");

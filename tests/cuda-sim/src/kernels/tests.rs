@@ -15,10 +15,7 @@ struct Device {
 
 impl Device {
     fn new(words: usize) -> Self {
-        Self {
-            memory: vec![0; words],
-            fault: AtomicU32::new(0),
-        }
+        Self { memory: vec![0; words], fault: AtomicU32::new(0) }
     }
 
     fn bytes(&mut self) -> &mut [u8] {
@@ -63,9 +60,7 @@ unsafe extern "C" fn translate(ctx: *const c_void, at: u64, len: usize, _: bool)
 
 unsafe extern "C" fn fault(ctx: *const c_void, code: u32) {
     // SAFETY: `launch` passes its device.
-    unsafe { &*ctx.cast::<Device>() }
-        .fault
-        .store(code, Ordering::Relaxed);
+    unsafe { &*ctx.cast::<Device>() }.fault.store(code, Ordering::Relaxed);
 }
 
 fn named(name: &str) -> KernelFn {
@@ -78,10 +73,7 @@ fn the_ptx_and_the_registry_agree() {
     let names: Vec<_> = entries.iter().map(|entry| entry.name.as_str()).collect();
     let known: Vec<_> = BUILTINS.iter().map(|(name, _)| *name).collect();
     assert_eq!(names, known);
-    let sizes: Vec<_> = entries
-        .iter()
-        .map(|entry| entry.params.as_slice())
-        .collect();
+    let sizes: Vec<_> = entries.iter().map(|entry| entry.params.as_slice()).collect();
     let expected: [&[usize]; 6] = [&[8, 8], &[8, 8, 4], &[8, 8, 8], &[8, 8], &[8, 4], &[8]];
     assert_eq!(sizes, expected);
 }
@@ -91,48 +83,26 @@ fn the_hash_is_splitmix64() {
     // The generator's published first output for seed 0 is 0xE220A8397B1DCDAF.
     assert_eq!(index_hash(0), 0xAF);
     let unchanged = (0..1 << 16).filter(|i| index_hash(*i) == 0).count();
-    assert!(
-        (150..400).contains(&unchanged),
-        "about one in 256: {unchanged}"
-    );
+    assert!((150..400).contains(&unchanged), "about one in 256: {unchanged}");
 }
 
 #[test]
 fn built_in_kernels_compute() {
     let mut device = Device::new(8);
     let n = |n: u64| n.to_ne_bytes();
-    assert_eq!(
-        device.launch(
-            named("fill_u8"),
-            &[&n(BASE), &n(5), &0x1234_u32.to_ne_bytes()]
-        ),
-        0
-    );
+    assert_eq!(device.launch(named("fill_u8"), &[&n(BASE), &n(5), &0x1234_u32.to_ne_bytes()]), 0);
     assert_eq!(device.bytes()[..6], [0x34, 0x34, 0x34, 0x34, 0x34, 0]);
     assert_eq!(device.launch(named("xor_index_u8"), &[&n(BASE), &n(5)]), 0);
     assert_eq!(device.bytes()[3], 0x34 ^ index_hash(3));
-    assert_eq!(
-        device.launch(named("copy_u8"), &[&n(BASE + 32), &n(BASE), &n(6)]),
-        0
-    );
+    assert_eq!(device.launch(named("copy_u8"), &[&n(BASE + 32), &n(BASE), &n(6)]), 0);
     let copied = device.bytes()[32..38].to_vec();
     assert_eq!(device.bytes()[..6], copied);
     device.bytes()[8..12].copy_from_slice(&1.5_f32.to_ne_bytes());
-    assert_eq!(
-        device.launch(named("add_one_f32"), &[&n(BASE + 8), &n(1)]),
-        0
-    );
+    assert_eq!(device.launch(named("add_one_f32"), &[&n(BASE + 8), &n(1)]), 0);
     assert_eq!(device.bytes()[8..12], 2.5_f32.to_ne_bytes());
     device.bytes()[16] = 7;
-    assert_eq!(
-        device.launch(named("spin_until"), &[&n(BASE + 16), &7_u32.to_ne_bytes()]),
-        0
-    );
-    assert_eq!(
-        device.launch(named("fill_u8"), &[&n(0), &n(0), &[0; 4]]),
-        0,
-        "no bytes, no fault"
-    );
+    assert_eq!(device.launch(named("spin_until"), &[&n(BASE + 16), &7_u32.to_ne_bytes()]), 0);
+    assert_eq!(device.launch(named("fill_u8"), &[&n(0), &n(0), &[0; 4]]), 0, "no bytes, no fault");
 }
 
 #[test]
@@ -141,28 +111,11 @@ fn faults_are_reported_and_stay_inside() {
     let mut device = Device::new(1);
     let n = |n: u64| n.to_ne_bytes();
     assert_eq!(device.launch(named("oob"), &[&n(BASE)]), 700);
-    assert_eq!(
-        device.launch(named("xor_index_u8"), &[&n(BASE), &n(9)]),
-        700
-    );
-    assert_eq!(
-        device.launch(named("xor_index_u8"), &[&n(BASE), &n(u64::MAX)]),
-        700
-    );
-    assert_eq!(
-        device.launch(named("add_one_f32"), &[&n(BASE + 2), &n(1)]),
-        716
-    );
-    assert_eq!(
-        device.launch(named("add_one_f32"), &[&n(BASE)]),
-        719,
-        "an argument too few"
-    );
-    assert_eq!(
-        device.launch(named("oob"), &[&[0; 4]]),
-        719,
-        "an argument of another size"
-    );
+    assert_eq!(device.launch(named("xor_index_u8"), &[&n(BASE), &n(9)]), 700);
+    assert_eq!(device.launch(named("xor_index_u8"), &[&n(BASE), &n(u64::MAX)]), 700);
+    assert_eq!(device.launch(named("add_one_f32"), &[&n(BASE + 2), &n(1)]), 716);
+    assert_eq!(device.launch(named("add_one_f32"), &[&n(BASE)]), 719, "an argument too few");
+    assert_eq!(device.launch(named("oob"), &[&[0; 4]]), 719, "an argument of another size");
     assert_eq!(device.launch(panics, &[]), 719);
 }
 

@@ -76,17 +76,11 @@ const NAMES: &[(&str, i32)] = &[
     ("pageable_memory_access", PAGEABLE_MEMORY_ACCESS),
     ("concurrent_managed_access", CONCURRENT_MANAGED_ACCESS),
     ("compute_preemption_supported", 90),
-    (
-        "can_use_host_pointer_for_registered_mem",
-        CAN_USE_HOST_POINTER,
-    ),
+    ("can_use_host_pointer_for_registered_mem", CAN_USE_HOST_POINTER),
     ("cooperative_launch", 95),
     ("can_flush_remote_writes", 98),
     ("host_register_supported", HOST_REGISTER_SUPPORTED),
-    (
-        "pageable_memory_access_uses_host_page_tables",
-        USES_HOST_PAGE_TABLES,
-    ),
+    ("pageable_memory_access_uses_host_page_tables", USES_HOST_PAGE_TABLES),
     ("direct_managed_mem_access_from_host", DIRECT_MANAGED_ACCESS),
     ("virtual_memory_management_supported", 102),
     ("gpu_direct_rdma_with_cuda_vmm_supported", 110),
@@ -144,13 +138,7 @@ pub(super) fn end_for_driver(version: i32) -> i32 {
 #[must_use]
 pub fn id(name: &str) -> Option<i32> {
     if let Some(digits) = name.strip_prefix("id_") {
-        return digits
-            .parse()
-            .ok()
-            .filter(|number| (1..=100_000).contains(number));
+        return digits.parse().ok().filter(|number| (1..=100_000).contains(number));
     }
-    NAMES
-        .iter()
-        .find(|(known, _)| *known == name)
-        .map(|(_, number)| *number)
+    NAMES.iter().find(|(known, _)| *known == name).map(|(_, number)| *number)
 }

@@ -23,23 +23,16 @@ const LARGEST_ERROR: i64 = 9_999;
 
 pub(super) fn profile(key: &str, table: &Table) -> Result<Profile, ProfileError> {
     let root = Section::root(key, table);
-    let stated_version = root
-        .integer(&["driver_version"], 1_000..=1_000_000)?
-        .map(narrow);
+    let stated_version = root.integer(&["driver_version"], 1_000..=1_000_000)?.map(narrow);
     let name = root.string("name")?.unwrap_or(key).to_owned();
     let os = root.string("os")?.unwrap_or("Linux").to_owned();
 
     let stated = Section::of(key, table, "attributes")?;
     if !stated.is_present() {
-        return Err(root.error(
-            "attributes",
-            "is missing: it is the one table that is required",
-        ));
+        return Err(root.error("attributes", "is missing: it is the one table that is required"));
     }
     let attributes = read_attributes(&stated, stated_version)?;
-    let total_mem = stated
-        .integer(&["total_mem_bytes"], 1..=LARGEST_MEMORY)?
-        .map_or(DEFAULT_TOTAL, i64::unsigned_abs);
+    let total_mem = stated.integer(&["total_mem_bytes"], 1..=LARGEST_MEMORY)?.map_or(DEFAULT_TOTAL, i64::unsigned_abs);
 
     let facts = Facts::of(&attributes);
     let bandwidth = bandwidth(&Section::of(key, table, "bandwidth")?, facts)?;
@@ -73,8 +66,7 @@ impl Facts {
         Self {
             integrated: get(attribute::INTEGRATED).unwrap_or(0) != 0,
             host_page_tables: get(attribute::USES_HOST_PAGE_TABLES).unwrap_or(0) != 0,
-            capability: get(attribute::CC_MAJOR)
-                .map(|major| (major, get(attribute::CC_MINOR).unwrap_or(0))),
+            capability: get(attribute::CC_MAJOR).map(|major| (major, get(attribute::CC_MINOR).unwrap_or(0))),
         }
     }
 
@@ -83,10 +75,7 @@ impl Facts {
     }
 }
 
-fn read_attributes(
-    section: &Section<'_>,
-    stated_version: Option<i32>,
-) -> Result<BTreeMap<i32, i32>, ProfileError> {
+fn read_attributes(section: &Section<'_>, stated_version: Option<i32>) -> Result<BTreeMap<i32, i32>, ProfileError> {
     let mut found: BTreeMap<i32, i32> = attributes::UNIVERSAL.iter().copied().collect();
     // A real driver always answers this one, and cudarc opens no context without an answer.
     found.insert(attribute::MEMORY_POOLS_SUPPORTED, 0);
@@ -139,21 +128,11 @@ fn bandwidth(section: &Section<'_>, facts: Facts) -> Result<Bandwidth, ProfileEr
             pinned.min(cpu_memcpy)
         }
     };
-    let kernel_read_host = rate(&[
-        "kernel_read_pinned_gbs",
-        "kernel_rw_pinned_gbs",
-        "gpu_triad_mapped_gbs",
-    ])?
-    .unwrap_or(if facts.integrated {
-        dram * 0.8
-    } else {
-        h2d_pinned * 0.89
-    });
+    let kernel_read_host = rate(&["kernel_read_pinned_gbs", "kernel_rw_pinned_gbs", "gpu_triad_mapped_gbs"])?
+        .unwrap_or(if facts.integrated { dram * 0.8 } else { h2d_pinned * 0.89 });
     let both_ways = match rate(&["bidirectional_total_gbs", "bidir_total_gbs"])? {
         Some(total) => Some(total),
-        None => rate(&["h2d_bidir_per_dir_gbs"])?
-            .zip(rate(&["d2h_bidir_per_dir_gbs"])?)
-            .map(|(up, down)| up + down),
+        None => rate(&["h2d_bidir_per_dir_gbs"])?.zip(rate(&["d2h_bidir_per_dir_gbs"])?).map(|(up, down)| up + down),
     };
     Ok(Bandwidth {
         h2d_pinned,
@@ -168,11 +147,7 @@ fn bandwidth(section: &Section<'_>, facts: Facts) -> Result<Bandwidth, ProfileEr
     })
 }
 
-fn behaviour(
-    section: &Section<'_>,
-    attributes: &BTreeMap<i32, i32>,
-    facts: Facts,
-) -> Result<Behaviour, ProfileError> {
+fn behaviour(section: &Section<'_>, attributes: &BTreeMap<i32, i32>, facts: Facts) -> Result<Behaviour, ProfileError> {
     let flag = |key: &str| section.boolean(&[key]);
     let code = |key: &str| -> Result<Option<u32>, ProfileError> {
         let code = section.integer(&[key], 1..=LARGEST_ERROR)?;
@@ -182,23 +157,17 @@ fn behaviour(
     let stated_zero = |number: i32| attributes.get(&number) == Some(&0);
     let stated_one = |number: i32| attributes.get(&number).is_some_and(|value| *value != 0);
 
-    let register = code("host_register_error")?
-        .or_else(|| refused(stated_zero(attribute::HOST_REGISTER_SUPPORTED)));
+    let register = code("host_register_error")?.or_else(|| refused(stated_zero(attribute::HOST_REGISTER_SUPPORTED)));
     let alloc = code("host_alloc_error")?.or(refused(flag("host_alloc_works")? == Some(false)));
     let managed = code("managed_error")?
         .or(refused(flag("uvm_supported")? == Some(false)))
         .or_else(|| refused(stated_zero(attribute::MANAGED_MEMORY)));
     let limit_bytes = section.integer(&["pinned_limit_bytes"], 0..=LARGEST_MEMORY)?;
     let limit_mib = section.integer(&["pinned_limit_mib"], 0..=LARGEST_MEMORY >> 20)?;
-    let pinned_limit = limit_bytes
-        .or(limit_mib.map(|mib| mib << 20))
-        .map(i64::unsigned_abs);
-    let managed_concurrent = stated_one(attribute::CONCURRENT_MANAGED_ACCESS)
-        && flag("managed_concurrent_cpu_gpu")? != Some(false);
-    let host_reads_device = match section.boolean(&[
-        "cpu_can_read_cumemalloc",
-        "host_threads_can_touch_gpu_memory",
-    ])? {
+    let pinned_limit = limit_bytes.or(limit_mib.map(|mib| mib << 20)).map(i64::unsigned_abs);
+    let managed_concurrent =
+        stated_one(attribute::CONCURRENT_MANAGED_ACCESS) && flag("managed_concurrent_cpu_gpu")? != Some(false);
+    let host_reads_device = match section.boolean(&["cpu_can_read_cumemalloc", "host_threads_can_touch_gpu_memory"])? {
         Some(stated) => stated,
         None => facts.host_page_tables && stated_one(attribute::DIRECT_MANAGED_ACCESS),
     };
@@ -214,8 +183,7 @@ fn behaviour(
         gpu_l2_caches_registered: flag("gpu_l2_caches_registered")?.unwrap_or(false),
         gpu_l2_caches_pageable: flag("gpu_l2_caches_pageable")?.unwrap_or(false),
         meminfo_free_is_memfree: flag("meminfo_free_is_memfree")?.unwrap_or(facts.integrated),
-        host_register_page_locks: flag("host_register_page_locks")?
-            .unwrap_or(!facts.host_page_tables),
+        host_register_page_locks: flag("host_register_page_locks")?.unwrap_or(!facts.host_page_tables),
         gpu_can_access_sysmem: flag("gpu_can_access_sysmem")?.unwrap_or(true),
         io_coherent: flag("io_coherent")?.unwrap_or(coherent),
         managed_concurrent,
@@ -225,15 +193,9 @@ fn behaviour(
 
 fn host(section: &Section<'_>, facts: Facts, total_mem: u64) -> Result<HostFigures, ProfileError> {
     let bytes = |keys: &[&str]| -> Result<Option<u64>, ProfileError> {
-        Ok(section
-            .integer(keys, 0..=LARGEST_MEMORY)?
-            .map(i64::unsigned_abs))
+        Ok(section.integer(keys, 0..=LARGEST_MEMORY)?.map(i64::unsigned_abs))
     };
-    let total = bytes(&["total_bytes", "total"])?.unwrap_or(if facts.integrated {
-        total_mem
-    } else {
-        DEFAULT_HOST
-    });
+    let total = bytes(&["total_bytes", "total"])?.unwrap_or(if facts.integrated { total_mem } else { DEFAULT_HOST });
     let mut host = HostFigures::new(total);
     if let Some(available) = bytes(&["available_bytes", "available"])? {
         host.available = available;
@@ -242,36 +204,23 @@ fn host(section: &Section<'_>, facts: Facts, total_mem: u64) -> Result<HostFigur
     if let Some(free) = bytes(&["free_bytes", "free"])? {
         host.free = free;
     }
-    for (what, figure) in [
-        ("available_bytes", host.available),
-        ("free_bytes", host.free),
-    ] {
+    for (what, figure) in [("available_bytes", host.available), ("free_bytes", host.free)] {
         if figure > total {
-            return Err(section.error(
-                what,
-                format_args!("is {figure}, more than the total {total}"),
-            ));
+            return Err(section.error(what, format_args!("is {figure}, more than the total {total}")));
         }
     }
     host.swap_free = bytes(&["swap_free_bytes", "swap_free"])?.unwrap_or(0);
     host.cgroup_limit = bytes(&["cgroup_limit_bytes", "cgroup_limit"])?;
     host.cgroup_used = bytes(&["cgroup_used_bytes", "cgroup_used"])?.unwrap_or(0);
     if let Some(version) = section.integer(&["cgroup_version"], 1..=2)? {
-        host.cgroup_version = if version == 1 {
-            CgroupVersion::V1
-        } else {
-            CgroupVersion::V2
-        };
+        host.cgroup_version = if version == 1 { CgroupVersion::V1 } else { CgroupVersion::V2 };
     }
     if let Some(nodes) = section.integer(&["numa_nodes"], 1..=1_024)? {
         host.numa_nodes = u32::try_from(nodes).unwrap_or(1);
     }
     if let Some(size) = section.integer(&["page_size_bytes", "page_size"], 1..=1 << 30)? {
         if size.count_ones() != 1 {
-            return Err(section.error(
-                "page_size_bytes",
-                format_args!("is {size}, not a power of two"),
-            ));
+            return Err(section.error("page_size_bytes", format_args!("is {size}, not a power of two")));
         }
         host.page_size = size.unsigned_abs();
     }

@@ -12,20 +12,13 @@ pub struct ProfileError {
 
 impl ProfileError {
     pub(crate) fn new(message: impl Into<String>) -> Self {
-        Self {
-            file: None,
-            message: one_line(&message.into()),
-        }
+        Self { file: None, message: one_line(&message.into()) }
     }
 
     /// A key that names no platform, with the names it may have meant.
     pub(super) fn unknown_platform<'a>(key: &str, known: impl Iterator<Item = &'a str>) -> Self {
         let near = nearest(key, known, 3);
-        let hint = if near.is_empty() {
-            "there are none".to_owned()
-        } else {
-            format!("nearest: {}", near.join(", "))
-        };
+        let hint = if near.is_empty() { "there are none".to_owned() } else { format!("nearest: {}", near.join(", ")) };
         Self::new(format!("no platform named `{}` ({hint})", shown(key)))
     }
 
@@ -51,11 +44,7 @@ impl std::error::Error for ProfileError {}
 /// A name out of a file of unknown origin, fit for a terminal: no control characters, not endless.
 pub(super) fn shown(name: &str) -> String {
     const LONGEST: usize = 80;
-    let mut text: String = name
-        .chars()
-        .take(LONGEST)
-        .flat_map(char::escape_debug)
-        .collect();
+    let mut text: String = name.chars().take(LONGEST).flat_map(char::escape_debug).collect();
     if name.chars().nth(LONGEST).is_some() {
         text.push('…');
     }
@@ -63,21 +52,14 @@ pub(super) fn shown(name: &str) -> String {
 }
 
 fn one_line(text: &str) -> String {
-    text.chars()
-        .map(|c| if c.is_control() { ' ' } else { c })
-        .collect()
+    text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect()
 }
 
 /// The `count` names nearest to `name`, nearest first.
 fn nearest<'a>(name: &str, known: impl Iterator<Item = &'a str>, count: usize) -> Vec<String> {
-    let mut ranked: Vec<(usize, &str)> =
-        known.map(|other| (distance(name, other), other)).collect();
+    let mut ranked: Vec<(usize, &str)> = known.map(|other| (distance(name, other), other)).collect();
     ranked.sort_unstable();
-    ranked
-        .into_iter()
-        .take(count)
-        .map(|(_, other)| shown(other))
-        .collect()
+    ranked.into_iter().take(count).map(|(_, other)| shown(other)).collect()
 }
 
 /// Edit distance in which what is missing at the end costs little: `h200` is nearer to
@@ -85,16 +67,8 @@ fn nearest<'a>(name: &str, known: impl Iterator<Item = &'a str>, count: usize) -
 fn distance(name: &str, other: &str) -> usize {
     const LONGEST: usize = 64;
     const CHANGED: usize = 6;
-    let a: Vec<char> = name
-        .chars()
-        .flat_map(char::to_lowercase)
-        .take(LONGEST)
-        .collect();
-    let b: Vec<char> = other
-        .chars()
-        .flat_map(char::to_lowercase)
-        .take(LONGEST)
-        .collect();
+    let a: Vec<char> = name.chars().flat_map(char::to_lowercase).take(LONGEST).collect();
+    let b: Vec<char> = other.chars().flat_map(char::to_lowercase).take(LONGEST).collect();
     let mut row: Vec<usize> = (0..=b.len()).collect();
     for (i, x) in a.iter().enumerate() {
         let mut diagonal = row[0];
@@ -115,12 +89,7 @@ mod tests {
 
     #[test]
     fn abbreviations_and_slips_find_their_name() {
-        let known = [
-            "dgx_spark_gb10",
-            "x86_h200_sxm_gen5",
-            "wsl2_rtx",
-            "x86_t4_gen3",
-        ];
+        let known = ["dgx_spark_gb10", "x86_h200_sxm_gen5", "wsl2_rtx", "x86_t4_gen3"];
         for (typed, meant) in [
             ("h200", "x86_h200_sxm_gen5"),
             ("dgx_spark_gb1O", "dgx_spark_gb10"),

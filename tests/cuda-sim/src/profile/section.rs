@@ -15,11 +15,7 @@ pub(super) struct Section<'a> {
 
 impl<'a> Section<'a> {
     /// The sub-table `name` of a platform; a missing one reads as empty.
-    pub(super) fn of(
-        platform: &'a str,
-        whole: &'a Table,
-        name: &'static str,
-    ) -> Result<Self, ProfileError> {
+    pub(super) fn of(platform: &'a str, whole: &'a Table, name: &'static str) -> Result<Self, ProfileError> {
         let table = match whole.get(name) {
             None => None,
             Some(Value::Table(table)) => Some(table),
@@ -31,20 +27,12 @@ impl<'a> Section<'a> {
                 )));
             }
         };
-        Ok(Self {
-            platform,
-            name,
-            table,
-        })
+        Ok(Self { platform, name, table })
     }
 
     /// The platform's own table.
     pub(super) fn root(platform: &'a str, whole: &'a Table) -> Self {
-        Self {
-            platform,
-            name: "",
-            table: Some(whole),
-        }
+        Self { platform, name: "", table: Some(whole) }
     }
 
     pub(super) fn is_present(&self) -> bool {
@@ -56,22 +44,11 @@ impl<'a> Section<'a> {
     }
 
     /// The first of `keys` that is there, as a whole number within `range`.
-    pub(super) fn integer(
-        &self,
-        keys: &[&str],
-        range: RangeInclusive<i64>,
-    ) -> Result<Option<i64>, ProfileError> {
-        self.first(keys)
-            .map(|(key, value)| self.as_integer(key, value, range))
-            .transpose()
+    pub(super) fn integer(&self, keys: &[&str], range: RangeInclusive<i64>) -> Result<Option<i64>, ProfileError> {
+        self.first(keys).map(|(key, value)| self.as_integer(key, value, range)).transpose()
     }
 
-    pub(super) fn as_integer(
-        &self,
-        key: &str,
-        value: &Value,
-        range: RangeInclusive<i64>,
-    ) -> Result<i64, ProfileError> {
+    pub(super) fn as_integer(&self, key: &str, value: &Value, range: RangeInclusive<i64>) -> Result<i64, ProfileError> {
         let Value::Integer(number) = value else {
             return Err(self.wrong(key, "an integer", value));
         };
@@ -120,18 +97,12 @@ impl<'a> Section<'a> {
     /// An error about one field of this table.
     pub(super) fn error(&self, key: &str, what: impl std::fmt::Display) -> ProfileError {
         let dot = if self.name.is_empty() { "" } else { "." };
-        ProfileError::new(format!(
-            "platform `{}`: {}{dot}{} {what}",
-            shown(self.platform),
-            self.name,
-            shown(key)
-        ))
+        ProfileError::new(format!("platform `{}`: {}{dot}{} {what}", shown(self.platform), self.name, shown(key)))
     }
 
     fn first<'k>(&self, keys: &[&'k str]) -> Option<(&'k str, &'a Value)> {
         let table = self.table?;
-        keys.iter()
-            .find_map(|key| table.get(*key).map(|value| (*key, value)))
+        keys.iter().find_map(|key| table.get(*key).map(|value| (*key, value)))
     }
 
     fn wrong(&self, key: &str, wanted: &str, found: &Value) -> ProfileError {

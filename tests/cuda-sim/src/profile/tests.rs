@@ -25,16 +25,8 @@ fn all_twenty_six_are_there_and_load() {
         assert_eq!(profile.key, key);
         assert!(profile.attribute(attribute::INTEGRATED).is_some(), "{key}");
         // cudarc opens no context without an answer to this one.
-        assert!(
-            profile
-                .attribute(attribute::MEMORY_POOLS_SUPPORTED)
-                .is_some(),
-            "{key}"
-        );
-        assert!(
-            profile.total_mem >= GIB && profile.copy_engines() >= 1,
-            "{key}"
-        );
+        assert!(profile.attribute(attribute::MEMORY_POOLS_SUPPORTED).is_some(), "{key}");
+        assert!(profile.total_mem >= GIB && profile.copy_engines() >= 1, "{key}");
         let speeds = profile.bandwidth;
         for rate in [
             speeds.h2d_pinned,
@@ -60,11 +52,7 @@ fn the_measured_machine_reads_as_measured() {
     assert_eq!(h200.copy_engines(), 3);
     assert!(h200.has(attribute::READ_ONLY_HOST_REGISTER));
     assert_eq!(h200.attribute(attribute::NUMA_ID), Some(-1));
-    assert_eq!(
-        h200.attribute(10),
-        Some(32),
-        "the warp is 32 wide everywhere"
-    );
+    assert_eq!(h200.attribute(10), Some(32), "the warp is 32 wide everywhere");
     assert_eq!(h200.attribute(86), Some(0));
     assert_eq!(h200.attribute(133), None, "not stated, so not known");
     assert_eq!(h200.bandwidth.bidirectional_total, Some(95.0));
@@ -103,8 +91,7 @@ fn only_attributes_are_required() {
     assert_eq!(profile.attribute(attribute::INTEGRATED), None);
     let behaviour = profile.behaviour;
     assert!(!behaviour.gpu_l2_caches_pageable && behaviour.io_coherent);
-    let integrated =
-        from("[platform.x.attributes]\nintegrated = 1\ntotal_mem_bytes = 1073741824\n");
+    let integrated = from("[platform.x.attributes]\nintegrated = 1\ntotal_mem_bytes = 1073741824\n");
     assert_eq!(integrated.unwrap().host.total, GIB);
 }
 
@@ -121,9 +108,8 @@ fn attributes_go_by_name_or_number_and_unknown_keys_are_ignored() {
 
 #[test]
 fn an_old_driver_does_not_know_new_attributes() {
-    let text = |version: &str| {
-        format!("[platform.x]\n{version}\n[platform.x.attributes]\nhost_numa_id = 0\nid_113 = 1\n")
-    };
+    let text =
+        |version: &str| format!("[platform.x]\n{version}\n[platform.x.attributes]\nhost_numa_id = 0\nid_113 = 1\n");
     let old = from(&text("driver_version = 11040")).unwrap();
     assert_eq!((old.attribute(134), old.attribute(113)), (None, Some(1)));
     assert_eq!(old.driver_version, 11_040);
@@ -132,19 +118,12 @@ fn an_old_driver_does_not_know_new_attributes() {
 
 #[test]
 fn stale_views_need_an_old_integrated_gpu() {
-    let coherent = |body: &str| {
-        from(&format!("[platform.x.attributes]\n{body}"))
-            .unwrap()
-            .behaviour
-            .io_coherent
-    };
+    let coherent = |body: &str| from(&format!("[platform.x.attributes]\n{body}")).unwrap().behaviour.io_coherent;
     assert!(!coherent("integrated = 1\ncc_major = 5\ncc_minor = 3\n"));
     assert!(!coherent("integrated = 1\ncc_major = 7\ncc_minor = 0\n"));
     assert!(coherent("integrated = 1\ncc_major = 7\ncc_minor = 2\n"));
     assert!(coherent("integrated = 0\ncc_major = 5\n"));
-    assert!(!coherent(
-        "integrated = 1\n[platform.x.behaviour]\nio_coherent = false\n"
-    ));
+    assert!(!coherent("integrated = 1\n[platform.x.behaviour]\nio_coherent = false\n"));
 }
 
 #[test]
@@ -155,21 +134,14 @@ fn a_host_table_stands_in_for_proc() {
     let host = from(text).unwrap().host;
     assert_eq!((host.total, host.available, host.free), (1000, 800, 10));
     assert_eq!((host.cgroup_limit, host.cgroup_used), (Some(500), 20));
-    assert_eq!(
-        (host.numa_nodes, host.page_size, host.swap_free),
-        (2, 65_536, 3)
-    );
+    assert_eq!((host.numa_nodes, host.page_size, host.swap_free), (2, 65_536, 3));
     assert_eq!(host.cgroup_version, crate::host::CgroupVersion::V1);
 }
 
 #[test]
 fn refusals_name_the_field() {
     let field = |section: &str, line: &str| {
-        let attributes = if section == "attributes" {
-            ""
-        } else {
-            "[platform.x.attributes]\n"
-        };
+        let attributes = if section == "attributes" { "" } else { "[platform.x.attributes]\n" };
         refusal(&format!("{attributes}[platform.x.{section}]\n{line}\n"))
     };
     for (section, line) in [
@@ -200,10 +172,7 @@ fn refusals_name_the_field() {
     ] {
         let name = line.split(' ').next().unwrap().trim_end_matches("_bytes");
         let text = field(section, line);
-        assert!(
-            text.starts_with(&format!("platform `x`: {section}.{name}")),
-            "{text}"
-        );
+        assert!(text.starts_with(&format!("platform `x`: {section}.{name}")), "{text}");
     }
 }
 
@@ -212,39 +181,18 @@ fn refusals_of_whole_files_are_one_line() {
     for (text, says) in [
         ("", "no [platform.NAME.attributes] table"),
         ("platform = 3", "platform must be a table, found an integer"),
-        (
-            "[platform]\nx = 'y'",
-            "platform `x` must be a table, found a string",
-        ),
+        ("[platform]\nx = 'y'", "platform `x` must be a table, found a string"),
         ("[platform]\n", "no platform named `x` (there are none)"),
         ("[platform.x]\n", "attributes is missing"),
-        (
-            "[platform.x]\nattributes = 1\n",
-            "attributes must be a table, found an integer",
-        ),
-        (
-            "[platform.x]\nname = 1\n[platform.x.attributes]\n",
-            "name must be a string",
-        ),
-        (
-            "[platform.x]\ndriver_version = -1\n[platform.x.attributes]\n",
-            "driver_version is -1",
-        ),
+        ("[platform.x]\nattributes = 1\n", "attributes must be a table, found an integer"),
+        ("[platform.x]\nname = 1\n[platform.x.attributes]\n", "name must be a string"),
+        ("[platform.x]\ndriver_version = -1\n[platform.x.attributes]\n", "driver_version is -1"),
         ("[platform.y.attributes]\n", "nearest: y"),
-        (
-            "schema = 2\n[platform.x.attributes]\n",
-            "schema must be 1, found 2",
-        ),
+        ("schema = 2\n[platform.x.attributes]\n", "schema must be 1, found 2"),
         ("schema = \"\"\"a\nb\"\"\"\n", "schema must be 1"),
         ("[platform.x.attributes]\nintegrated = \n", "line 2"),
-        (
-            "[platform.x.attributes]\nintegrated = 1\nintegrated = 1\n",
-            "line 3",
-        ),
-        (
-            "[platform.x.attributes]\ncc_major = 99999999999999999999999\n",
-            "line 2",
-        ),
+        ("[platform.x.attributes]\nintegrated = 1\nintegrated = 1\n", "line 3"),
+        ("[platform.x.attributes]\ncc_major = 99999999999999999999999\n", "line 2"),
         ("\u{0}\u{1}", "line 1"),
     ] {
         let found = refusal(text);
@@ -260,20 +208,13 @@ fn refusals_of_whole_files_are_one_line() {
 #[test]
 fn a_misspelt_name_gets_the_nearest() {
     let text = Profile::builtin("dgx_spark").unwrap_err().to_string();
-    assert!(
-        text.contains("`dgx_spark`") && text.contains("nearest: dgx_spark_gb10"),
-        "{text}"
-    );
-    let text = Profile::builtin("x86_h200_sxm_gen4")
-        .unwrap_err()
-        .to_string();
+    assert!(text.contains("`dgx_spark`") && text.contains("nearest: dgx_spark_gb10"), "{text}");
+    let text = Profile::builtin("x86_h200_sxm_gen4").unwrap_err().to_string();
     assert!(text.contains("nearest: x86_h200_sxm_gen5"), "{text}");
 }
 
 #[test]
 fn an_unreadable_file_is_named() {
-    let text = Profile::from_file(Path::new("/nonexistent/a.toml"), "x")
-        .unwrap_err()
-        .to_string();
+    let text = Profile::from_file(Path::new("/nonexistent/a.toml"), "x").unwrap_err().to_string();
     assert!(text.starts_with("/nonexistent/a.toml: "), "{text}");
 }
