@@ -3,23 +3,20 @@
 #![deny(unsafe_code)]
 
 use crate::evidence::Evidence;
-use crate::host::HostFigures;
 use crate::hostility::Hostility;
 use crate::memory::arena::Access;
 use crate::memory::{Kind, Pool};
 use crate::profile::{Profile, attribute};
 use parking_lot::Condvar;
 use std::collections::VecDeque;
-use std::path::PathBuf;
 
 /// One device.
 #[derive(Debug)]
 pub(crate) struct Device {
     pub(crate) ordinal: usize,
     pub(crate) profile: Profile,
-    pub(crate) host: HostFigures,
-    /// The files that stand in for /proc and /sys.
-    pub(crate) host_root: PathBuf,
+    /// The host's `MemFree`.
+    pub(crate) host_free: u64,
     pub(crate) hostility: Hostility,
     pub(crate) evidence: Evidence,
     /// Told whenever a step of the device is done.
@@ -49,14 +46,13 @@ pub(crate) struct Engine {
 }
 
 impl Device {
-    pub(crate) fn new(ordinal: usize, profile: Profile, host_root: PathBuf, hostility: Hostility) -> Self {
+    pub(crate) fn new(ordinal: usize, profile: Profile, hostility: Hostility) -> Self {
         let access =
             if profile.behaviour.host_reads_device_memory { Access::ReadWrite } else { Access::None };
         let engines = (0..profile.copy_engines().max(1)).map(|_| Engine::default()).collect();
         Self {
             ordinal,
-            host: profile.host.clone(),
-            host_root,
+            host_free: profile.host.free,
             hostility,
             evidence: Evidence::default(),
             changed: Box::leak(Box::new(Condvar::new())),

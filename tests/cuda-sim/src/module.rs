@@ -31,3 +31,9 @@ pub(crate) fn run(_id: u64, _ctx: u64, _device: usize, _job: KernelJob) -> Ran {
 
 /// What the host wrote is visible to the device from here on.
 pub(crate) fn fence(_st: &mut State, _device: usize) {}
+
+/// The kernels this driver knows.
+pub(crate) fn registry() -> &'static crate::kernels::Registry {
+    static REGISTRY: std::sync::LazyLock<crate::kernels::Registry> = std::sync::LazyLock::new(Default::default);
+    &REGISTRY
+}

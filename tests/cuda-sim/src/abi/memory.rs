@@ -14,6 +14,8 @@ use crate::status::{
 };
 use parking_lot::MutexGuard;
 
+/// `CU_DEVICE_ATTRIBUTE_CAN_MAP_HOST_MEMORY`.
+const CAN_MAP_HOST_MEMORY: i32 = 19;
 /// `CU_MEMHOSTREGISTER_READ_ONLY`.
 const READ_ONLY: u32 = 8;
 /// A single registration this long does not fit the kernel's table.
@@ -127,7 +129,7 @@ export! {
                 return Err(INVALID_VALUE);
             }
             let dev = st.device(here.device)?;
-            if !dev.profile.behaviour.gpu_can_access_sysmem || !dev.has(attribute::CAN_MAP_HOST_MEMORY) {
+            if !dev.profile.behaviour.gpu_can_access_sysmem || !dev.has(CAN_MAP_HOST_MEMORY) {
                 return Err(NOT_SUPPORTED);
             }
             let pageable = dev.reads_pageable();
@@ -233,7 +235,7 @@ fn mem_info(dev: &crate::device::Device) -> (u64, u64) {
     let total = dev.profile.total_mem;
     let used = dev.evidence.level(Kind::Device).now + dev.evidence.level(Kind::Managed).now;
     if dev.profile.behaviour.meminfo_free_is_memfree {
-        return (dev.host.free.saturating_sub(used).min(total), total);
+        return (dev.host_free.saturating_sub(used).min(total), total);
     }
     // A context and the driver itself take a little.
     (total.saturating_sub(used).saturating_sub(512 << 20), total)

@@ -40,6 +40,8 @@ pub(crate) struct Node {
     opened: bool,
     /// It holds its engine, or is a gate that was reached.
     running: bool,
+    /// It waits for a word, and so for the program.
+    spins: bool,
     /// Its context is gone or its device faulted: it does nothing.
     cancelled: Option<Status>,
 }
@@ -124,6 +126,7 @@ fn enter(st: &mut State, place: Place, before: Vec<Arc<Step>>, work: Work, on_st
             step: Arc::clone(&step),
             waiting_on,
             dependents: Vec::new(),
+            spins: matches!(work.body, Body::WaitValue(..)),
             body: Some(work.body),
             lane: work.lane,
             ready_ns,
@@ -341,6 +344,23 @@ pub(crate) fn wait(guard: &mut Guard, step: &Arc<Step>) -> Res {
         let changed = dev.changed;
         changed.wait(guard);
         if let Ok(dev) = guard.device(step.device) {
+            dev.waiters -= 1;
+        }
+    }
+}
+
+/// Waits until a device has nothing to do but what a gate or an unwritten word holds back.
+pub(crate) fn wait_idle(guard: &mut Guard, device: usize) {
+    loop {
+        let active = guard.nodes.values().any(|node| {
+            let held = node.waiting_on > 0 || (node.lane == Lane::Inline && node.running) || node.spins;
+            node.step.device == device && !held
+        });
+        let Some(dev) = guard.devices.get_mut(device).filter(|_| active) else { return };
+        dev.waiters += 1;
+        let changed = dev.changed;
+        changed.wait(guard);
+        if let Some(dev) = guard.devices.get_mut(device) {
             dev.waiters -= 1;
         }
     }

@@ -1,0 +1,138 @@
+//! Is there a driver, and does it have the functions this crate calls?
+//!
+//! cudarc panics when the library or a function is missing. So before the first call we open the same library under the
+//! same names and look the functions up; only then is cudarc touched. A success is remembered, a failure is not: the
+//! library may be installed, or loaded by somebody, later.
+
+use std::ffi::c_int;
+use std::sync::OnceLock;
+
+use cudarc::driver::sys;
+
+use super::call::check;
+use crate::error::{Error, Kind, Result};
+
+/// Every driver function this crate calls through cudarc, plus those that cudarc's own types call on our behalf.
+/// (A test compares this list with the source.)
+const REQUIRED: &[&str] = &[
+    "cuInit",
+    "cuDriverGetVersion",
+    "cuDeviceGet",
+    "cuDeviceGetCount",
+    "cuDeviceGetName",
+    "cuDeviceGetAttribute",
+    "cuDeviceGetUuid_v2",
+    "cuDeviceGetPCIBusId",
+    "cuDeviceTotalMem_v2",
+    "cuDevicePrimaryCtxRetain",
+    "cuDevicePrimaryCtxRelease_v2",
+    "cuCtxGetCurrent",
+    "cuCtxSetCurrent",
+    "cuCtxSynchronize",
+    "cuMemGetInfo_v2",
+    "cuMemAlloc_v2",
+    "cuMemFree_v2",
+    "cuMemAllocManaged",
+    "cuMemHostAlloc",
+    "cuMemFreeHost",
+    "cuMemHostRegister_v2",
+    "cuMemHostUnregister",
+    "cuMemHostGetDevicePointer_v2",
+    "cuMemcpyHtoDAsync_v2",
+    "cuMemcpyDtoHAsync_v2",
+    "cuMemcpyDtoDAsync_v2",
+    "cuMemsetD8Async",
+    "cuPointerGetAttribute",
+    "cuStreamCreate",
+    "cuStreamDestroy_v2",
+    "cuStreamSynchronize",
+    "cuStreamWaitEvent",
+    "cuStreamIsCapturing",
+    "cuEventCreate",
+    "cuEventDestroy_v2",
+    "cuEventRecord",
+    "cuEventQuery",
+    "cuEventSynchronize",
+    "cuThreadExchangeStreamCaptureMode",
+];
+
+/// The loaded driver. Only [`Driver::get`] makes one, so whoever holds it may call the functions of `REQUIRED`.
+#[derive(Debug)]
+pub(crate) struct Driver {
+    library: libloading::Library,
+    pid: u32,
+    version: i32,
+}
+
+impl Driver {
+    /// Loads and initialises the driver, once a process.
+    ///
+    /// # Errors
+    /// No library, a missing function, `cuInit` refusing (also the toolkit's stub library, which answers 34), or a
+    /// process that was forked after CUDA was initialised.
+    pub(crate) fn get() -> Result<&'static Driver> {
+        static DRIVER: OnceLock<Driver> = OnceLock::new();
+        if let Some(driver) = DRIVER.get() {
+            driver.check_pid()?;
+            return Ok(driver);
+        }
+        let library = open()?;
+        for symbol in REQUIRED {
+            // SAFETY: the symbol is only looked up, never called with this type.
+            if unsafe { library.get::<*const ()>(symbol.as_bytes()) }.is_err() {
+                return Err(Error::new(Kind::MissingSymbol { symbol }));
+            }
+        }
+        // SAFETY: the function exists (checked above) and takes no pointers.
+        let code = unsafe { sys::cuInit(0) };
+        check("cuInit", code)
+            .map_err(|error| Error::new(Kind::NoDriver { why: format!("{error}{}", hint(code as u32)) }))?;
+        let mut version: c_int = 0;
+        // SAFETY: the function exists and writes one integer.
+        check("cuDriverGetVersion", unsafe { sys::cuDriverGetVersion(&mut version) })?;
+        let driver = DRIVER.get_or_init(|| Driver { library, pid: std::process::id(), version });
+        driver.check_pid()?;
+        Ok(driver)
+    }
+
+    /// CUDA is unusable in a child forked after `cuInit` (CUDA C++ Programming Guide, "fork"): say so instead of hanging.
+    pub(crate) fn check_pid(&self) -> Result<()> {
+        if self.pid == std::process::id() { Ok(()) } else { Err(Error::new(Kind::Forked)) }
+    }
+
+    /// The CUDA version the driver supports: 1000 × major + 10 × minor.
+    pub(crate) fn version(&self) -> i32 {
+        self.version
+    }
+
+    /// A function that not every driver or binding level has.
+    ///
+    /// # Safety
+    /// `F` must be the function pointer type of `symbol`.
+    pub(crate) unsafe fn optional<F: Copy>(&self, symbol: &'static str) -> Option<F> {
+        // SAFETY: the caller vouches for the type; the library is never unloaded.
+        unsafe { self.library.get::<F>(symbol.as_bytes()).ok().map(|found| *found) }
+    }
+}
+
+fn hint(code: u32) -> &'static str {
+    match code {
+        34 => " (this is the toolkit's stub library, not a driver)",
+        100 => " (the driver sees no device)",
+        _ => "",
+    }
+}
+
+/// Opens what cudarc would open: the same names in the same order.
+fn open() -> Result<libloading::Library> {
+    let mut first_error = None;
+    for name in ["cuda", "nvcuda"].into_iter().flat_map(cudarc::get_lib_name_candidates) {
+        // SAFETY: loading the driver runs its initialisers, as cudarc itself does.
+        match unsafe { libloading::Library::new(&name) } {
+            Ok(library) => return Ok(library),
+            Err(error) => first_error = first_error.or(Some(format!("{name}: {error}"))),
+        }
+    }
+    let why = first_error.unwrap_or_else(|| "no library name to try".into());
+    Err(Error::new(Kind::NoDriver { why }))
+}
