@@ -47,8 +47,7 @@ pub(crate) struct Engine {
 
 impl Device {
     pub(crate) fn new(ordinal: usize, profile: Profile, hostility: Hostility) -> Self {
-        let access =
-            if profile.behaviour.host_reads_device_memory { Access::ReadWrite } else { Access::None };
+        let access = if profile.behaviour.host_reads_device_memory { Access::ReadWrite } else { Access::None };
         let engines = (0..profile.copy_engines().max(1)).map(|_| Engine::default()).collect();
         Self {
             ordinal,

@@ -22,6 +22,6 @@ mod status;
 mod wire;
 
 pub use client::{
-    Call, Clock, Device, DeviceBuilder, Driver, Evidence, Gate, InstallError, MemoryKind, SimError,
-    builtin_profiles, device, host_works_ns, install, install_from_env, register_kernel,
+    Call, Clock, Device, DeviceBuilder, Driver, Evidence, Gate, InstallError, MemoryKind, SimError, builtin_profiles,
+    device, host_works_ns, install, install_from_env, register_kernel,
 };

@@ -105,7 +105,8 @@ impl State {
         let handle = self.handle();
         let device = self.context(ctx)?.device;
         let clock_ns = self.device(device)?.now_ns;
-        let stream = Stream { ctx, device, kind, priority, seq: 0, tail: None, capture: None, clock_ns, freed: Vec::new() };
+        let stream =
+            Stream { ctx, device, kind, priority, seq: 0, tail: None, capture: None, clock_ns, freed: Vec::new() };
         self.streams.insert(handle, stream);
         self.context_mut(ctx)?.streams.push(handle);
         Ok(handle)

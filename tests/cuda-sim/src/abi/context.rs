@@ -1,7 +1,5 @@
 //! Contexts and which of them a thread works in.
 
-#![deny(unsafe_code)]
-
 use super::types::{In, Out};
 use crate::sched;
 use crate::state;

@@ -1,7 +1,5 @@
 //! Copies and fills.
 
-#![deny(unsafe_code)]
-
 use super::types::In;
 use super::{Call, Here};
 use crate::capture;
@@ -146,9 +144,10 @@ export! {
 fn copy(call: Call, dst: (u64, Side), src: (u64, Side), bytes: usize, stream: u64, returns: Returns) -> Status {
     let name = call.name();
     let bytes = bytes as u64;
-    call.stream(stream).bytes(bytes).args([dst.0, src.0, 0, 0]).ctx(|st, here| {
-        queue(st, here, stream, CopyOp::flat(name, dst, src, bytes), returns)
-    })
+    call.stream(stream)
+        .bytes(bytes)
+        .args([dst.0, src.0, 0, 0])
+        .ctx(|st, here| queue(st, here, stream, CopyOp::flat(name, dst, src, bytes), returns))
 }
 
 fn copy_2d(call: Call, rectangle: In<Rectangle>, stream: u64, returns: Returns) -> Status {

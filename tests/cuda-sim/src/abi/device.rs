@@ -1,7 +1,5 @@
 //! Devices and their primary contexts.
 
-#![deny(unsafe_code)]
-
 use super::types::{Out, Text, put_text};
 use crate::state::State;
 use crate::status::{INVALID_DEVICE, INVALID_VALUE, Res};

@@ -1,7 +1,5 @@
 //! Events.
 
-#![deny(unsafe_code)]
-
 use super::types::Out;
 use super::{Call, Here};
 use crate::capture;

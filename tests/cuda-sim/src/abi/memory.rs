@@ -1,7 +1,5 @@
 //! Allocating, freeing and registering memory.
 
-#![deny(unsafe_code)]
-
 use super::Here;
 use super::types::Out;
 use crate::alloc::{self, Wanted};

@@ -1,9 +1,7 @@
 //! The rest: profiler, and what is not supported.
 
-#![deny(unsafe_code)]
-
-use crate::status::NOT_SUPPORTED;
 use super::types::{In, Out};
+use crate::status::NOT_SUPPORTED;
 use std::ffi::c_void;
 
 export! {

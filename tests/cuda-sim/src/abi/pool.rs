@@ -1,7 +1,5 @@
 //! The stream-ordered allocator.
 
-#![deny(unsafe_code)]
-
 use super::types::{In, Out};
 use super::{Call, Here};
 use crate::alloc;

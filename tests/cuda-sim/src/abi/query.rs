@@ -1,7 +1,5 @@
 //! What the driver knows about a pointer.
 
-#![deny(unsafe_code)]
-
 use super::types::{In, Out};
 use crate::memory::{Alloc, Kind};
 use crate::state::State;

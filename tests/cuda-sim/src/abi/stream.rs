@@ -1,7 +1,5 @@
 //! Streams and what waits on them.
 
-#![deny(unsafe_code)]
-
 use super::types::Out;
 use super::{Call, Here};
 use crate::capture;

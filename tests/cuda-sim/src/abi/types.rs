@@ -8,8 +8,15 @@ use std::ffi::{CStr, c_char};
 
 /// A pointer the function writes its answer to.
 #[repr(transparent)]
-#[derive(Clone, Copy)]
 pub(crate) struct Out<T>(*mut T);
+
+impl<T> Clone for Out<T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<T> Copy for Out<T> {}
 
 impl<T> Out<T> {
     /// Writes the answer; a null pointer is an invalid value.
@@ -56,8 +63,15 @@ impl<T: Copy> Out<T> {
 
 /// A pointer the function reads from.
 #[repr(transparent)]
-#[derive(Clone, Copy)]
 pub(crate) struct In<T>(*const T);
+
+impl<T> Clone for In<T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<T> Copy for In<T> {}
 
 impl<T: Copy> In<T> {
     /// Reads the value; a null pointer is an invalid value.

@@ -28,13 +28,7 @@ impl DeviceBuilder {
 
     /// Of the profile `key` in a TOML text; see the crate's README for its form.
     pub fn from_toml(text: &str, key: &str) -> Self {
-        Self {
-            toml: text.to_owned(),
-            key: key.to_owned(),
-            settings: Vec::new(),
-            attributes: Vec::new(),
-            host: None,
-        }
+        Self { toml: text.to_owned(), key: key.to_owned(), settings: Vec::new(), attributes: Vec::new(), host: None }
     }
 
     fn with(mut self, setting: Setting, value: u64) -> Self {

@@ -70,12 +70,7 @@ impl Pool {
         }
         if self.slab.is_none_or(|slab| slab.capacity < want) {
             let segment = arena::map(SLAB, self.access)?;
-            self.slab = Some(Block {
-                front: segment.front,
-                alias: segment.alias,
-                capacity: segment.len,
-                used: false,
-            });
+            self.slab = Some(Block { front: segment.front, alias: segment.alias, capacity: segment.len, used: false });
         }
         let slab = self.slab.as_mut()?;
         let block = Block { capacity: want, ..*slab };

@@ -1,7 +1,5 @@
 //! What is allocated, registered or managed, and at which address.
 
-#![deny(unsafe_code)]
-
 pub(crate) mod arena;
 mod blocks;
 

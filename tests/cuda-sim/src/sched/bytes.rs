@@ -105,10 +105,9 @@ fn bounce(dst: u64, src: u64, len: usize) -> Moved {
     while done < len {
         let piece = (len - done).min(STEP);
         let offset = done as u64;
-        for moved in [
-            kernel_copy(middle, src + offset, piece, Way::Read),
-            kernel_copy(dst + offset, middle, piece, Way::Write),
-        ] {
+        for moved in
+            [kernel_copy(middle, src + offset, piece, Way::Read), kernel_copy(dst + offset, middle, piece, Way::Write)]
+        {
             if moved != Moved::All {
                 return moved;
             }

@@ -17,8 +17,8 @@ pub(crate) use track::{Access, Tracker, Use};
 
 use crate::state::{self, Guard, State, StreamKind};
 use crate::status::{DEINITIALIZED, INVALID_HANDLE, Res, SUCCESS, Status};
-use step::Place;
 use std::sync::Arc;
+use step::Place;
 
 /// A step that is not done.
 #[derive(Debug)]

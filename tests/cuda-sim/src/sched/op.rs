@@ -25,8 +25,17 @@ pub(crate) enum Op {
     Fill(FillOp),
     Kernel(KernelOp),
     Host(HostJob),
-    Write { addr: u64, value: u64, wide: bool },
-    Wait { addr: u64, value: u64, wide: bool, compare: Compare },
+    Write {
+        addr: u64,
+        value: u64,
+        wide: bool,
+    },
+    Wait {
+        addr: u64,
+        value: u64,
+        wide: bool,
+        compare: Compare,
+    },
 }
 
 /// What the caller says an address is.

@@ -141,9 +141,9 @@ fn dead(st: &mut State, id: u64, device: usize, uses: &[u64]) {
     }
     let Some(node) = st.nodes.get(&id) else { return };
     let (what, stream) = (node.step.what, node.step.stream);
-    let found = gone
-        .into_iter()
-        .map(|alloc| format!("use after free: {what} (step {id} on stream {stream:#x}) runs on freed allocation {alloc}"));
+    let found = gone.into_iter().map(|alloc| {
+        format!("use after free: {what} (step {id} on stream {stream:#x}) runs on freed allocation {alloc}")
+    });
     let found: Vec<String> = found.collect();
     if let Some(dev) = st.devices.get_mut(device) {
         dev.evidence.violate(found);
@@ -182,8 +182,7 @@ fn copy(job: &CopyJob) -> Res {
 
 fn fill(job: &FillJob) -> Res {
     for row in 0..job.height {
-        bytes::fill(&job.dst, row * job.pitch, job.value, job.element, job.width)
-            .map_err(|_| ILLEGAL_ADDRESS)?;
+        bytes::fill(&job.dst, row * job.pitch, job.value, job.element, job.width).map_err(|_| ILLEGAL_ADDRESS)?;
     }
     Ok(())
 }

@@ -26,13 +26,7 @@ pub(crate) struct Step {
 }
 
 impl Step {
-    pub(crate) fn new(
-        id: u64,
-        what: &'static str,
-        place: Place,
-        submitted: u64,
-        clock: Vec<(u64, u64)>,
-    ) -> Self {
+    pub(crate) fn new(id: u64, what: &'static str, place: Place, submitted: u64, clock: Vec<(u64, u64)>) -> Self {
         Self {
             id,
             what,

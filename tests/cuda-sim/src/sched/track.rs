@@ -79,11 +79,7 @@ impl Tracker {
         for entry in list.iter() {
             let other = entry.access;
             let meet = access.start < other.end && other.start < access.end;
-            if meet
-                && access.how.conflicts(other.how)
-                && entry.step.id != step.id
-                && !entry.step.ordered(step)
-            {
+            if meet && access.how.conflicts(other.how) && entry.step.id != step.id && !entry.step.ordered(step) {
                 found.push(sentence(&entry.step, other, step, access));
             }
         }
