@@ -4,7 +4,13 @@
 
 #[allow(unsafe_code)]
 pub(crate) mod driver;
+#[allow(unsafe_code)]
+mod element;
 mod error;
+mod layout;
+mod ranges;
 
 pub use cudarc;
+pub use element::{DType, Element};
 pub use error::{Error, Refused, Result};
+pub use layout::Shape;
