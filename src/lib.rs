@@ -1,5 +1,6 @@
 //! Hand tensors between CPU and GPU.
 #![deny(unsafe_code)]
+#![cfg_attr(not(test), deny(clippy::disallowed_methods))]
 
 #[allow(unsafe_code)]
 pub(crate) mod driver;
