@@ -133,28 +133,7 @@ fn attributes(driver: &Driver, device: sys::CUdevice, notes: &mut Vec<String>) -
         // SAFETY: `device` is valid; the call writes one integer.
         (unsafe { ask(&mut value, id, device) } == 0).then_some(value)
     };
-    // The numbers are those of cuda.h (CUdevice_attribute), fixed across versions.
-    Attributes {
-        multiprocessor_count: get(16),
-        integrated: get(18),
-        can_map_host_memory: get(19),
-        l2_cache_bytes: get(38),
-        async_engine_count: get(40),
-        compute_capability_major: get(75),
-        compute_capability_minor: get(76),
-        managed_memory: get(83),
-        pageable_memory_access: get(88),
-        concurrent_managed_access: get(89),
-        can_use_host_pointer_for_registered_mem: get(91),
-        host_register_supported: get(99),
-        pageable_memory_access_uses_host_page_tables: get(100),
-        direct_managed_mem_access_from_host: get(101),
-        read_only_host_register_supported: get(113),
-        memory_pools_supported: get(115),
-        numa_config: get(130),
-        numa_id: get(131),
-        host_numa_id: get(134),
-    }
+    Attributes::read(get)
 }
 
 fn text(call: impl FnOnce(*mut c_char, c_int) -> sys::CUresult) -> Option<String> {

@@ -13,6 +13,8 @@ use crate::platform::{MemoryFigures, Platform};
 mod cost;
 pub(crate) mod figures;
 pub(crate) mod kinds;
+#[cfg(test)]
+mod tests;
 
 pub use figures::{ByMemory, Figures, Rate};
 pub use kinds::{Access, Backing, Direction, HostMemory, Strategy};

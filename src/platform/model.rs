@@ -63,6 +63,32 @@ pub struct Attributes {
 }
 
 impl Attributes {
+    /// Reads every attribute through `get`, which is given CUDA's number of it (`CUdevice_attribute` in cuda.h, fixed
+    /// across versions) and answers `None` where it is not known.
+    pub fn read(get: impl Fn(i32) -> Option<i32>) -> Self {
+        Self {
+            multiprocessor_count: get(16),
+            integrated: get(18),
+            can_map_host_memory: get(19),
+            l2_cache_bytes: get(38),
+            async_engine_count: get(40),
+            compute_capability_major: get(75),
+            compute_capability_minor: get(76),
+            managed_memory: get(83),
+            pageable_memory_access: get(88),
+            concurrent_managed_access: get(89),
+            can_use_host_pointer_for_registered_mem: get(91),
+            host_register_supported: get(99),
+            pageable_memory_access_uses_host_page_tables: get(100),
+            direct_managed_mem_access_from_host: get(101),
+            read_only_host_register_supported: get(113),
+            memory_pools_supported: get(115),
+            numa_config: get(130),
+            numa_id: get(131),
+            host_numa_id: get(134),
+        }
+    }
+
     /// The memory model these attributes describe.
     pub fn model(&self) -> MemoryModel {
         let host_page_tables = is_set(self.pageable_memory_access_uses_host_page_tables);
@@ -88,7 +114,9 @@ impl Attributes {
         let managed = is_set(self.managed_memory);
         let coherent = model != MemoryModel::UnifiedMapped || self.compute_capability().is_none_or(|cc| cc >= (7, 2));
         Capabilities {
-            device_reads_pageable: is_set(self.pageable_memory_access),
+            // A device that walks the host's page tables reads what they map, whatever the other attribute says.
+            device_reads_pageable: is_set(self.pageable_memory_access)
+                || is_set(self.pageable_memory_access_uses_host_page_tables),
             device_reads_pinned: pinned,
             device_reads_registered: register && pinned,
             host_reads_device: is_set(self.direct_managed_mem_access_from_host),
