@@ -3,7 +3,7 @@
 //! The guards go straight into cudarc's launches and copies. They never give out a `CudaView` in safe code: a view outlives
 //! its guard too easily, and cudarc's tracking of it would not see ours.
 
-use std::cell::OnceCell;
+use std::cell::{Cell, OnceCell};
 use std::fmt;
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -42,6 +42,10 @@ struct Access<'a, T: Element> {
     len: usize,
     /// `None` for a tensor without elements.
     used: Option<Used>,
+    /// Other streams than the guard's were given the address since the last wait for them.
+    lent: Cell<bool>,
+    /// That was ever so.
+    foreign: Cell<bool>,
     stream: Stream,
     alias: OnceCell<CudaSlice<T>>,
     /// Not Send nor Sync: with the per-thread default stream, another thread's work would run on another queue.
@@ -66,6 +70,8 @@ impl<'a, T: Element> Access<'a, T> {
             address: 0,
             len: range.len() / size_of::<T>(),
             used: None,
+            lent: Cell::new(false),
+            foreign: Cell::new(false),
             stream,
             alias: OnceCell::new(),
             _borrow: PhantomData,
@@ -94,12 +100,13 @@ impl<'a, T: Element> Access<'a, T> {
     fn prepare(&self, used: &Used, stream: &CudaStream, write: bool) -> Result<()> {
         let own = self.stream.cuda();
         let same = stream.cu_stream() == own.cu_stream() && stream.context().cu_ctx() == own.context().cu_ctx();
-        if !same {
-            // Before anything can fail: from here on the address may be in use where we can not see it.
-            used.region.mark_foreign(stream.context(), write || used.write);
-        }
         let _bound = crate::driver::Bound::enter(stream.context())?;
         crate::driver::stream::check_not_capturing(stream.cu_stream(), "handing an address to a stream")?;
+        if used.write && self.lent.get() {
+            // What another stream was given before comes first, and has no event to wait for.
+            used.region.wait_foreign(used.id)?;
+            self.lent.set(false);
+        }
         if !same {
             let device = used.region.on().ok_or_else(|| Error::new(Kind::HostOnly { operation: "device access" }))?;
             let event = {
@@ -107,6 +114,10 @@ impl<'a, T: Element> Access<'a, T> {
                 Event::record(device.context(), &self.stream)?
             };
             crate::driver::stream::wait_on(stream, &event)?;
+            // From here on the address may be in use where we can not see it.
+            used.region.mark_foreign(used.id, stream.context(), write || used.write);
+            self.lent.set(true);
+            self.foreign.set(true);
         }
         Ok(())
     }
@@ -126,6 +137,9 @@ impl<T: Element> Drop for Access<'_, T> {
             forget_alias(alias);
         }
         let Some(used) = &self.used else { return };
+        if self.foreign.get() {
+            used.region.close_foreign(used.id, !self.lent.get());
+        }
         let Some(device) = used.region.on() else { return };
         // If any of this fails the use stays open, and whoever comes next waits for the whole stream.
         let recorded = device.context().enter().and_then(|_bound| {

@@ -148,9 +148,25 @@ impl Region {
         self.track.lock().close(id, event);
     }
 
-    /// Notes that the device address went to a stream that we do not know.
-    pub(crate) fn mark_foreign(&self, context: &Arc<cudarc::driver::CudaContext>, write: bool) {
-        self.track.lock().foreign(context, write);
+    /// A name for a guard, for what follows.
+    pub(crate) fn guard(&self) -> UseId {
+        self.track.lock().guard()
+    }
+
+    /// Notes that a guard gives the address to a stream that we do not know.
+    pub(crate) fn mark_foreign(&self, guard: UseId, context: &Arc<cudarc::driver::CudaContext>, write: bool) {
+        self.track.lock().foreign(guard, context, write);
+    }
+
+    /// Blocks until all has run that a guard let streams do that we do not know.
+    pub(crate) fn wait_foreign(&self, guard: UseId) -> Result<()> {
+        let pending = self.track.lock().foreign_of(guard);
+        pending.iter().try_for_each(Pending::wait)
+    }
+
+    /// Notes that a guard is gone; whether it has waited for what it let others do.
+    pub(crate) fn close_foreign(&self, guard: UseId, settled: bool) {
+        self.track.lock().close_foreign(guard, settled);
     }
 
     /// The stream that its free is ordered on, for device memory.
