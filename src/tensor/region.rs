@@ -218,8 +218,18 @@ impl Drop for Region {
         let pending = self.track.get_mut().all();
         match self.on.take() {
             Some(device) => retire(&device, owner, pending),
-            // Host-only memory never had a device use.
-            None => drop(owner),
+            None if pending.is_empty() => drop(owner),
+            // Host-only memory that a stream was given through a host guard. There is no device to wait for us.
+            None => {
+                let owner = std::mem::ManuallyDrop::new(owner);
+                let wait = move || {
+                    if pending.iter().try_for_each(Pending::wait).is_ok() {
+                        drop(std::mem::ManuallyDrop::into_inner(owner));
+                    }
+                };
+                // Where no thread can be had, it stays for ever.
+                let _ = std::thread::Builder::new().name("transfer-free".into()).spawn(wait);
+            }
         }
     }
 }
