@@ -148,6 +148,11 @@ impl Region {
         self.track.lock().close(id, event);
     }
 
+    /// Notes that a device access has run.
+    pub(crate) fn passed(&self, id: UseId) {
+        self.track.lock().passed(&[id]);
+    }
+
     /// A name for a guard, for what follows.
     pub(crate) fn guard(&self) -> UseId {
         self.track.lock().guard()

@@ -187,12 +187,14 @@ impl Store {
             target.close(write, event);
         } else {
             target.wait(part, true)?;
-            let read = source.open(&stream, part, false);
+            // Done when the call returns; if it fails, the driver may still be at it, and both uses stay open.
+            let (read, write) = (source.open(&stream, part, false), target.open(&stream, part, true));
             // SAFETY: as above; the target's bytes are current nowhere else and the state is locked, so nobody looks.
             unsafe {
                 let to = to.as_ptr().add(part.start);
                 device.staging_down().down(device.context(), to, from, part.len(), &stream)?;
             }
+            target.passed(write);
             source.close(read, Arc::new(Event::record(device.context(), &stream)?));
         }
         self.downloaded.fetch_add(part.len() as u64, Ordering::Relaxed);
@@ -277,8 +279,11 @@ impl Store {
             target.close(write, event);
         } else {
             source.wait(part, false)?;
+            let read = source.open(stream, part, false);
             // SAFETY: as above; the source is read before the call returns, under the state's lock.
             unsafe { device.staging_up().up(device.context(), to, from, part.len(), stream)? };
+            // Only if the call fails may the driver still be reading.
+            source.passed(read);
             target.close(write, Arc::new(Event::record(device.context(), stream)?));
         }
         self.count_upload(part.len());
