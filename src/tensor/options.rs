@@ -512,8 +512,8 @@ fn both_sides(region: Region) -> State {
         device: Some(region),
         shared: true,
         host_current: all.clone(),
-        device_current: all,
-        fence: true,
+        device_current: all.clone(),
+        unfenced: all,
     }
 }
 

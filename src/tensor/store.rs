@@ -41,8 +41,9 @@ pub(crate) struct State {
     pub(crate) shared: bool,
     pub(crate) host_current: RangeSet,
     pub(crate) device_current: RangeSet,
-    /// The host wrote since the device last looked, and the device's view needs a fence to see it.
-    pub(crate) fence: bool,
+    /// What the host wrote since the device last looked there, and the device's view needs a fence to see. By range: a host
+    /// guard on one part may still write while the device looks at another.
+    pub(crate) unfenced: RangeSet,
 }
 
 /// Allocates device memory as a `CudaSlice<T>`, so that it can become one again.
@@ -145,7 +146,9 @@ impl Store {
         }
         if write {
             state.device_current.remove(range);
-            state.fence = true;
+            if state.shared && self.device.as_ref().is_some_and(|device| !io_coherent(device)) {
+                state.unfenced.insert(range);
+            }
         }
         Ok(region)
     }
@@ -213,11 +216,11 @@ impl Store {
         let region = if state.shared { state.host.clone() } else { state.device.clone() };
         let region = region.ok_or_else(|| Error::unsupported("a device view", "no device memory"))?;
         if state.shared {
-            if state.fence && !device.platform().capabilities().io_coherent {
+            if !io_coherent(device) && !state.unfenced.within(range).is_empty() {
                 // The host's writes become visible to the device at a synchronisation (CUDA for Tegra, I/O coherency).
                 stream.synchronize()?;
+                state.unfenced.remove(range);
             }
-            state.fence = false;
         } else {
             self.upload(device, &mut state, &region, range, stream)?;
         }
@@ -316,6 +319,10 @@ impl Store {
         region.close(allocation, Arc::new(Event::record(device.context(), stream)?));
         Ok(region)
     }
+}
+
+fn io_coherent(device: &Device) -> bool {
+    device.platform().capabilities().io_coherent
 }
 
 /// Memory that was dropped may still be waiting to be freed: after an out-of-memory, wait for that and try once more.
