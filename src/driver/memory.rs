@@ -9,7 +9,7 @@ use std::sync::atomic::Ordering;
 use cudarc::driver::{CudaContext, CudaSlice, CudaStream, DevicePtr, DevicePtrMut, sys};
 
 use super::call::{Bound, check};
-use super::context::{Context, cudarc_error};
+use super::context::{Context, cudarc_error, synchronize};
 use super::stream::Stream;
 use crate::element::Element;
 use crate::error::{Error, Kind, Result};
@@ -182,14 +182,25 @@ pub(crate) fn alloc_device<T: Element>(context: &Context, stream: &Stream, eleme
     })
 }
 
-/// The address of a slice. Makes `stream` wait for what cudarc knows to be running on it.
-pub(crate) fn slice_address<T: Element>(slice: &CudaSlice<T>, stream: &Stream) -> u64 {
-    slice.device_ptr(stream.cuda()).0
+/// The address of a slice, for reading. Makes `stream` wait for what cudarc knows to be writing to it.
+pub(crate) fn slice_address<T: Element>(context: &Context, slice: &CudaSlice<T>, stream: &Stream) -> Result<u64> {
+    let _bound = context.enter()?;
+    context.clear_stale();
+    let address = slice.device_ptr(stream.cuda()).0;
+    ordered(context).map(|()| address)
 }
 
 /// Takes over a slice of the caller's: makes `stream` wait for what cudarc knows to be running on it.
-pub(crate) fn adopt_slice<T: Element>(slice: &mut CudaSlice<T>, stream: &Stream) -> u64 {
-    slice.device_ptr_mut(stream.cuda()).0
+pub(crate) fn adopt_slice<T: Element>(context: &Context, slice: &mut CudaSlice<T>, stream: &Stream) -> Result<u64> {
+    let _bound = context.enter()?;
+    context.clear_stale();
+    let address = slice.device_ptr_mut(stream.cuda()).0;
+    ordered(context).map(|()| address)
+}
+
+/// After cudarc ordered a stream: where it parked an error instead, waits for everything.
+fn ordered(context: &Context) -> Result<()> {
+    if context.cuda().check_err().is_err() { synchronize(context.cuda()) } else { Ok(()) }
 }
 
 /// Tells cudarc's tracking of a slice that goes to the caller that all of ours lies before this point of `stream`. Where
@@ -198,7 +209,7 @@ pub(crate) fn note_write<T: Element>(context: &Context, slice: &mut CudaSlice<T>
     let _bound = context.enter()?;
     context.clear_stale();
     drop(slice.device_ptr_mut(stream.cuda()));
-    if context.cuda().check_err().is_err() { stream.synchronize() } else { Ok(()) }
+    ordered(context)
 }
 
 /// Drops an owner whose drop may call cudarc (`CudaSlice`): with its context current, and with what cudarc parks there

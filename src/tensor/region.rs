@@ -257,6 +257,10 @@ fn retire(device: &Device, owner: Owner, pending: Vec<Pending>) {
                 Ok(()) => drop_bound(context, slice),
                 Err(_) => {
                     let mut pending = pending;
+                    if adopted && stream.is_per_thread() {
+                        // As in `free_in_order`: uses of others that only the context knows.
+                        pending.push(Pending::Context(context.cuda().clone()));
+                    }
                     pending.push(Pending::Capture(stream));
                     later(device, slice, pending);
                 }
