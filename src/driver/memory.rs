@@ -10,6 +10,7 @@ use cudarc::driver::{CudaContext, CudaSlice, CudaStream, DevicePtr, DevicePtrMut
 
 use super::call::{Bound, check};
 use super::context::{Context, cudarc_error, synchronize};
+use super::event::Event;
 use super::stream::Stream;
 use crate::element::Element;
 use crate::error::{Error, Kind, Result};
@@ -196,6 +197,41 @@ pub(crate) fn adopt_slice<T: Element>(context: &Context, slice: &mut CudaSlice<T
     context.clear_stale();
     let address = slice.device_ptr_mut(stream.cuda()).0;
     ordered(context).map(|()| address)
+}
+
+/// A slice that others hold too. Dropped with its context current.
+///
+/// Who has the last handle frees it: on his thread's stream, if it is the per-thread default stream. The reads that others
+/// submitted to their threads' streams before they dropped their handles come first.
+#[derive(Debug)]
+pub(crate) struct SharedSlice<T> {
+    slice: Option<Arc<CudaSlice<T>>>,
+    context: Arc<Context>,
+}
+
+impl<T> SharedSlice<T> {
+    pub(crate) fn new(context: &Arc<Context>, slice: Arc<CudaSlice<T>>) -> Self {
+        Self { slice: Some(slice), context: context.clone() }
+    }
+}
+
+impl<T> Drop for SharedSlice<T> {
+    fn drop(&mut self) {
+        // Only once nobody else has a handle is it known that nobody submits more.
+        let Some(slice) = self.slice.take().and_then(Arc::into_inner) else { return };
+        let stream = Stream::of_caller(slice.stream());
+        if stream.is_per_thread() && after_every_thread(&self.context, &stream).is_err() {
+            self.context.count_leak();
+            std::mem::forget(slice);
+        }
+    }
+}
+
+/// Lets a stream wait for the default streams of all threads: the legacy stream waits for those.
+fn after_every_thread(context: &Arc<Context>, stream: &Stream) -> Result<()> {
+    let legacy = Stream::of_caller(&context.cuda().default_stream());
+    legacy.check_not_capturing("freeing device memory")?;
+    stream.wait_for(&Event::record(context, &legacy)?)
 }
 
 /// After cudarc ordered a stream: where it parked an error instead, waits for everything.

@@ -11,7 +11,7 @@ use super::region::{Owner, Region};
 use super::store::{State, Store, pageable_region, pinned_region};
 use super::{TransferTensor, check_elements};
 use crate::device::Device;
-use crate::driver::memory::{Managed, Registration, adopt_slice, slice_address};
+use crate::driver::memory::{Managed, Registration, SharedSlice, adopt_slice, slice_address};
 use crate::driver::{Event, Stream};
 use crate::element::{Element, bytes_of};
 use crate::error::{Error, Kind, Refused, Result};
@@ -353,7 +353,7 @@ impl<'d> TensorOptions<'d> {
         match adopted {
             Ok((device, decision, stream, address)) => {
                 let bytes = slice.num_bytes();
-                let owner = Owner::Device { slice: Box::new(slice), stream: stream.clone(), adopted: true };
+                let owner = Owner::Device { slice: Box::new(slice), stream: stream.clone(), shared: false };
                 Ok(TransferTensor::new(
                     device_store::<T>(device, decision, None, address, bytes, owner, &stream),
                     shape,
@@ -384,7 +384,8 @@ impl<'d> TensorOptions<'d> {
             slice_address(device.context(), &slice, &stream)?
         };
         let bytes = slice.num_bytes();
-        let owner = Owner::Device { slice: Box::new(slice), stream: stream.clone(), adopted: true };
+        let kept = Box::new(SharedSlice::new(device.context(), slice));
+        let owner = Owner::Device { slice: kept, stream: stream.clone(), shared: true };
         let store = device_store::<T>(device, decision, Some(SHARED_MEMORY), address, bytes, owner, &stream);
         Ok(TransferTensor::new(store, shape))
     }
@@ -536,12 +537,19 @@ fn device_store<T: Element>(
 ) -> Arc<Store> {
     // SAFETY: the owner holds `bytes` bytes at this device address.
     let region = unsafe { Region::new(None, Some(address), bytes, Backing::Device, Some(device.clone()), owner) };
-    // Everything that was on the stream comes before every use of ours. If it can not be recorded, the use stays open and
-    // the whole stream is waited for.
+    // Everything that was on the stream comes before every use of ours; with a per-thread stream, on that of every thread,
+    // for which the legacy stream waits. If it can not be recorded, the use stays open and the whole stream is waited for.
     let all = 0..bytes;
-    let before = region.open(stream, &all, true);
-    if let Ok(event) = device.context().enter().and_then(|_bound| Event::record(device.context(), stream)) {
-        region.close(before, Arc::new(event));
+    let legacy = stream.is_per_thread().then(|| Stream::of_caller(&device.context().cuda().default_stream()));
+    for stream in [Some(stream), legacy.as_ref()].into_iter().flatten() {
+        let before = region.open(stream, &all, true);
+        let event = device.context().enter().and_then(|_bound| {
+            stream.check_not_capturing("adopting device memory")?;
+            Event::record(device.context(), stream)
+        });
+        if let Ok(event) = event {
+            region.close(before, Arc::new(event));
+        }
     }
     let state = State { device: Some(Arc::new(region)), device_current: RangeSet::full(bytes), ..State::default() };
     Store::new::<T>(Some(device.clone()), bytes, decision, read_only, state)

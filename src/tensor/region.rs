@@ -39,8 +39,8 @@ pub(crate) enum Owner {
     Host(Box<dyn Any + Send>),
     /// Host memory whose drop is a slow driver call (unpinning): never on the caller's thread.
     Slow(Box<dyn Any + Send>),
-    /// Device memory that is freed in the order of a stream: a `CudaSlice`, or an `Arc` of one.
-    Device { slice: Box<dyn Any + Send>, stream: Stream, adopted: bool },
+    /// Device memory that is freed in the order of a stream: a `CudaSlice`, or a `SharedSlice`.
+    Device { slice: Box<dyn Any + Send>, stream: Stream, shared: bool },
 }
 
 impl std::fmt::Debug for Owner {
@@ -198,10 +198,10 @@ impl Region {
         let (any, back): (_, fn(Box<dyn Any + Send>) -> Owner) = match self.owner.take() {
             Some(Owner::Host(any)) => (any, Owner::Host),
             Some(Owner::Slow(any)) => (any, Owner::Slow),
-            Some(Owner::Device { slice, stream, adopted }) => match slice.downcast::<T>() {
+            Some(Owner::Device { slice, stream, shared }) => match slice.downcast::<T>() {
                 Ok(value) => return Ok(*value),
                 Err(slice) => {
-                    self.owner = Some(Owner::Device { slice, stream, adopted });
+                    self.owner = Some(Owner::Device { slice, stream, shared });
                     return Err(self);
                 }
             },
@@ -251,17 +251,15 @@ fn retire(device: &Device, owner: Owner, pending: Vec<Pending>) {
     match owner {
         Owner::Host(any) if pending.is_empty() => drop(any),
         Owner::Host(any) | Owner::Slow(any) => later(device, any, pending),
-        Owner::Device { slice, stream, adopted } => {
-            let in_order = free_in_order(device, &stream, adopted, &pending);
+        Owner::Device { slice, stream, shared } => {
+            let in_order = free_in_order(device, &stream, shared, &pending);
             match in_order {
                 Ok(()) => drop_bound(context, slice),
                 Err(_) => {
                     let mut pending = pending;
-                    if adopted && stream.is_per_thread() {
-                        // As in `free_in_order`: uses of others that only the context knows.
-                        pending.push(Pending::Context(context.cuda().clone()));
+                    if !stream.is_per_thread() {
+                        pending.push(Pending::Capture(stream));
                     }
-                    pending.push(Pending::Capture(stream));
                     later(device, slice, pending);
                 }
             }
@@ -270,11 +268,15 @@ fn retire(device: &Device, owner: Owner, pending: Vec<Pending>) {
 }
 
 /// Lets the stream on which a slice is freed wait for its uses, so that the free can be submitted at once.
-fn free_in_order(device: &Device, stream: &Stream, adopted: bool, pending: &[Pending]) -> Result<()> {
+fn free_in_order(device: &Device, stream: &Stream, shared: bool, pending: &[Pending]) -> Result<()> {
     let context = device.context();
     if !context.cuda().has_async_alloc() && !pending.is_empty() {
         // cudarc would block in its drop.
         return Err(Error::unsupported("freeing in the order of a stream", "the device has no memory pools"));
+    }
+    if shared && stream.is_per_thread() && !passed(pending) {
+        // Another holder may be the last, and free it on another thread's stream, which knows nothing of our uses.
+        return Err(Error::unsupported("freeing in the order of a stream", "it is another stream on every thread"));
     }
     let _bound = context.enter()?;
     // The handle as *this* thread sees it: that is where cudarc will free.
@@ -290,13 +292,12 @@ fn free_in_order(device: &Device, stream: &Stream, adopted: bool, pending: &[Pen
             _ => return Err(Error::unsupported("freeing in the order of a stream", "its uses can not be named")),
         }
     }
-    if adopted && stream.is_per_thread() {
-        // Others may have used it on other threads' default streams; the legacy stream waits for all of those.
-        let legacy = Stream::of_caller(&context.cuda().default_stream());
-        legacy.check_not_capturing("freeing device memory")?;
-        stream.wait_for(&Event::record(context, &legacy)?)?;
-    }
     Ok(())
+}
+
+/// Whether all has run, as far as can be asked without blocking.
+fn passed(pending: &[Pending]) -> bool {
+    pending.iter().all(|pending| pending.pollable() && pending.poll().is_ok_and(|passed| passed))
 }
 
 fn later(device: &Device, any: Box<dyn Any + Send>, pending: Vec<Pending>) {

@@ -309,7 +309,7 @@ impl Store {
         // stream is made to stay (`Stream::keep`), see `into_cuda_slice`.
         let allocate = || (self.allocate)(device, stream, self.bytes);
         let (slice, address) = allocate().or_else(|error| retry_after_drain(device, error, allocate))?;
-        let owner = Owner::Device { slice, stream: stream.clone(), adopted: false };
+        let owner = Owner::Device { slice, stream: stream.clone(), shared: false };
         // SAFETY: the slice owns `bytes` bytes at its address.
         let region =
             unsafe { Region::new(None, Some(address), self.bytes, Backing::Device, Some(device.clone()), owner) };
