@@ -420,7 +420,9 @@ impl<T: Element> TransferTensor<T> {
         let _bound = device.context().enter()?;
         let all = 0..self.store.bytes();
         let existing = self.store.with_state(|state| state.device.as_ref().and_then(|region| region.stream()));
-        let stream = existing.unwrap_or_else(|| Stream::of_caller(device.stream()));
+        // A stream of ours stays ours. And a per-thread stream is this thread's from here on.
+        let existing = existing.filter(|stream| !stream.is_ours());
+        let stream = Stream::of_caller(existing.as_ref().map_or(device.stream(), Stream::cuda));
         stream.check_not_capturing("into_cuda_slice")?;
         let region = self.store.on_device(&all, true, &stream)?;
         region.order(&stream, &all, true)?;
@@ -440,10 +442,14 @@ impl<T: Element> TransferTensor<T> {
             }
         };
         match (region.reclaim::<CudaSlice<T>>(), self.store.device_handle()) {
-            (Ok(mut slice), Some(device)) => {
-                stream.keep();
+            (Ok(slice), Some(device)) => {
+                let context = device.context();
+                let mut slice = match crate::driver::memory::rehome_slice(context, slice, stream) {
+                    Ok(slice) => slice,
+                    Err(error) => return Err(Refused { error, value: self }),
+                };
                 // A failure here is a fault: the slice's next use reports it.
-                let _ = crate::driver::memory::note_write(device.context(), &mut slice, stream);
+                let _ = crate::driver::memory::note_write(context, &mut slice, stream);
                 Ok(slice)
             }
             (Ok(_), None) => refuse("there is no device", self),

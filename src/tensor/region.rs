@@ -258,9 +258,10 @@ fn retire(device: &Device, owner: Owner, pending: Vec<Pending>) {
                 Err(_) => {
                     let mut pending = pending;
                     if !stream.is_per_thread() {
-                        pending.push(Pending::Capture(stream));
+                        pending.push(Pending::Capture(stream.clone()));
                     }
-                    later(device, slice, pending);
+                    // The stream stays as long: it may be ours, and the slice is freed on it.
+                    later(device, Box::new((slice, stream)), pending);
                 }
             }
         }
