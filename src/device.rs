@@ -45,6 +45,16 @@ struct Inner {
     down: Staging,
 }
 
+impl Drop for Inner {
+    fn drop(&mut self) {
+        // The last pieces that went through the staging slots may not have been fetched yet.
+        for (memory, busy) in self.up.take().chain(self.down.take()) {
+            let memory: Box<dyn std::any::Any + Send> = Box::new(memory);
+            crate::tensor::retire_later(&self.context, &self.waiter, memory, busy.into_iter().collect());
+        }
+    }
+}
+
 /// What went on behind a [`Device`]'s calls.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]

@@ -12,6 +12,7 @@ use super::context::Context;
 use super::copy;
 use super::event::Event;
 use super::memory::Pinned;
+use super::pending::Pending;
 use super::stream::Stream;
 use crate::copy::chunks;
 use crate::error::Result;
@@ -68,6 +69,15 @@ impl Slots {
 }
 
 impl Staging {
+    /// Gives the slots up: their memory, and what still uses it.
+    pub(crate) fn take(&mut self) -> impl Iterator<Item = (Pinned, Option<Pending>)> + use<> {
+        let slots = match std::mem::take(self.slots.get_mut()) {
+            Slots::Ready(slots) => Vec::from(slots),
+            Slots::Untried | Slots::Refused => Vec::new(),
+        };
+        slots.into_iter().map(|slot| (slot.memory, slot.busy.map(Pending::Event)))
+    }
+
     /// Copies `bytes` bytes of pageable memory to the device, in the order of `stream`. On return the source has been read;
     /// the device has the bytes once the stream has passed.
     ///

@@ -21,6 +21,7 @@ pub use device_guard::{DeviceMut, DeviceRef};
 pub use dynamic::DynTensor;
 pub use host_guard::{HostMut, HostRef};
 pub use options::TensorOptions;
+pub(crate) use region::later as retire_later;
 pub use transfer::Transfer;
 pub use view::{SharedTensor, TensorView, TensorViewMut};
 

@@ -9,9 +9,10 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 use super::track::{Conflict, Track, UseId};
+use crate::complete::Waiter;
 use crate::device::Device;
 use crate::driver::memory::drop_bound;
-use crate::driver::{Event, Pending, Stream};
+use crate::driver::{Context, Event, Pending, Stream};
 use crate::error::{Error, Result};
 use crate::plan::Backing;
 
@@ -250,7 +251,7 @@ fn retire(device: &Device, owner: Owner, pending: Vec<Pending>) {
     }
     match owner {
         Owner::Host(any) if pending.is_empty() => drop(any),
-        Owner::Host(any) | Owner::Slow(any) => later(device, any, pending),
+        Owner::Host(any) | Owner::Slow(any) => later(context, device.waiter(), any, pending),
         Owner::Device { slice, stream, shared } => {
             let in_order = free_in_order(device, &stream, shared, &pending);
             match in_order {
@@ -261,7 +262,7 @@ fn retire(device: &Device, owner: Owner, pending: Vec<Pending>) {
                         pending.push(Pending::Capture(stream.clone()));
                     }
                     // The stream stays as long: it may be ours, and the slice is freed on it.
-                    later(device, Box::new((slice, stream)), pending);
+                    later(context, device.waiter(), Box::new((slice, stream)), pending);
                 }
             }
         }
@@ -301,16 +302,21 @@ fn passed(pending: &[Pending]) -> bool {
     pending.iter().all(|pending| pending.pollable() && pending.poll().is_ok_and(|passed| passed))
 }
 
-fn later(device: &Device, any: Box<dyn Any + Send>, pending: Vec<Pending>) {
-    let context = device.context().clone();
-    let leak = context.clone();
+/// Drops `any` on the waiter's thread when all of `pending` has passed; keeps it for ever if that can not be known.
+pub(crate) fn later(context: &Arc<Context>, waiter: &Waiter, any: Box<dyn Any + Send>, pending: Vec<Pending>) {
     // Kept in a `ManuallyDrop`, so that a job which never runs leaks rather than frees.
     let any = std::mem::ManuallyDrop::new(any);
+    if crate::driver::Driver::get().is_err() {
+        // A forked child, or a driver that is gone. The thread and the locks of the parent are not here either.
+        context.count_leak();
+        return;
+    }
+    let of_job = context.clone();
     let then = Box::new(move |passed: Result<()>| match passed {
-        Ok(()) => drop_bound(&context, std::mem::ManuallyDrop::into_inner(any)),
-        Err(_) => context.count_leak(),
+        Ok(()) => drop_bound(&of_job, std::mem::ManuallyDrop::into_inner(any)),
+        Err(_) => of_job.count_leak(),
     });
-    if device.waiter().submit(pending, then).is_err() {
-        leak.count_leak();
+    if waiter.submit(pending, then).is_err() {
+        context.count_leak();
     }
 }
