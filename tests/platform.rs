@@ -372,7 +372,7 @@ fn any_call_may_fail() {
     assert!(names.len() > 10, "{names:?}");
     for name in names {
         for nth in 1..3 {
-            for code in [1, 2, 201, 801] {
+            for code in [2, 801] {
                 let device = device("dgx_spark_gb10");
                 device.fail_nth(&name, nth, code);
                 let platform = detector(&device).detect(device.ordinal());
