@@ -25,7 +25,7 @@ struct Arguments {
     #[command(flatten)]
     machine: MachineArgs,
     /// Size of the request; units such as KiB, MiB, GiB are understood
-    #[arg(long, value_name = "N", default_value = "256MiB", value_parser = common::bytes)]
+    #[arg(long, value_name = "N", default_value = "256MiB", value_parser = common::bytes, allow_hyphen_values = true)]
     bytes: u64,
     /// Way of the data: h2d or d2h
     #[arg(long, value_name = "h2d|d2h", default_value_t = Direction::HostToDevice)]
@@ -117,7 +117,7 @@ impl Report {
         }
         print(format_args!("\n{} {} {}: {decision}\n", size(request.bytes), request.direction, request.access));
         let mut table = Table::new();
-        table.load_style(presets::UTF8_NO_BORDERS);
+        table.load_style(presets::UTF8_FULL_CONDENSED);
         table.set_header(["", "strategy", "backing", "time", "duplicated", "why"]);
         for estimate in &decision.estimates {
             let chosen = (estimate.strategy, estimate.backing) == (decision.strategy, decision.backing);
@@ -147,7 +147,7 @@ fn notes<'a>(platform: &'a Platform, memory: &'a MemoryFigures) -> Vec<&'a str> 
 
 fn all(request: &Request, json: bool) -> Result<ExitCode, Failure> {
     let mut table = Table::new();
-    table.load_style(presets::UTF8_NO_BORDERS);
+    table.load_style(presets::UTF8_FULL_CONDENSED);
     table.set_header(["profile", "model", "strategy", "backing", "chunk", "time", "free", "total"]);
     let mut objects = Vec::new();
     for key in Profile::builtin_keys() {

@@ -33,7 +33,7 @@ impl Failure {
 
 impl From<transfer_tensor::Error> for Failure {
     fn from(error: transfer_tensor::Error) -> Self {
-        Self::other(error)
+        if error.is_invalid_input() { Self::usage(error) } else { Self::other(error) }
     }
 }
 
@@ -68,7 +68,7 @@ fn report(failure: &Failure) -> ExitCode {
 #[derive(Debug, Clone, Default, Args)]
 pub struct MachineArgs {
     /// Number of the device, as CUDA counts
-    #[arg(long, value_name = "N", default_value_t = 0)]
+    #[arg(long, value_name = "N", default_value_t = 0, allow_hyphen_values = true)]
     pub device: usize,
     /// Run on a simulated machine: the name of a built-in profile
     #[arg(long, value_name = "PROFILE", conflicts_with = "profile")]
