@@ -44,10 +44,6 @@ impl RangeSet {
         self.0.splice(first..last, [left, right].into_iter().filter(|r| !r.is_empty()));
     }
 
-    pub(crate) fn contains(&self, range: &Range<usize>) -> bool {
-        range.is_empty() || self.0.iter().any(|r| r.start <= range.start && range.end <= r.end)
-    }
-
     /// The parts of `range` that are in the set.
     pub(crate) fn within(&self, range: &Range<usize>) -> Vec<Range<usize>> {
         self.0.iter().map(|r| r.start.max(range.start)..r.end.min(range.end)).filter(|r| !r.is_empty()).collect()
@@ -89,7 +85,6 @@ mod tests {
             let positions = |ranges: Vec<Range<usize>>| ranges.into_iter().flatten().collect::<Vec<_>>();
             prop_assert_eq!(positions(set.within(&range)), range.clone().filter(|&i| model[i]).collect::<Vec<_>>());
             prop_assert_eq!(positions(set.missing(&range)), range.clone().filter(|&i| !model[i]).collect::<Vec<_>>());
-            prop_assert_eq!(set.contains(&range), range.clone().all(|i| model[i]));
         }
     }
 }

@@ -129,6 +129,12 @@ pub struct Decision {
 }
 
 impl Decision {
+    /// Nothing to decide: there is no device.
+    pub(crate) fn host_only() -> Self {
+        let (strategy, backing) = (Strategy::Host, Backing::Pageable);
+        Self { strategy, backing, chunk_bytes: 0, reasons: Vec::new(), estimates: Vec::new() }
+    }
+
     /// The estimate of the chosen way.
     pub fn chosen(&self) -> Option<&Estimate> {
         self.estimates.iter().find(|estimate| (estimate.strategy, estimate.backing) == (self.strategy, self.backing))
