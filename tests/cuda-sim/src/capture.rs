@@ -50,7 +50,7 @@ pub(crate) fn enqueue_after(st: &mut State, stream: u64, op: Op, after: Vec<Arc<
     if let Some(status) = st.sticky(ctx) {
         return Err(status);
     }
-    let mut prepared = op::prepare(st, device, ctx, &op)?;
+    let mut prepared = op::prepare(st, device, &op)?;
     prepared.work.after.extend(after);
     let step = sched::submit(st, stream, prepared.work)?;
     Ok(Some(Queued { step, blocks: prepared.blocks }))

@@ -9,6 +9,7 @@ mod event;
 mod init;
 mod memory;
 mod misc;
+mod module;
 mod pool;
 mod query;
 mod stream;
