@@ -6,6 +6,7 @@ mod context;
 mod copy;
 mod device;
 mod event;
+mod graph;
 mod init;
 mod memory;
 mod misc;
