@@ -156,15 +156,17 @@ fn uuid(device: sys::CUdevice) -> Option<String> {
     Some(uuid.bytes.iter().map(|byte| format!("{:02x}", *byte as u8)).collect())
 }
 
-/// The memory of the device whose context is current on this thread.
+/// The memory of the device whose context is current on this thread; `total` as `cuDeviceTotalMem` told it.
 pub(crate) fn memory(total: u64) -> DriverMemory {
+    let mut all = 0;
     // Twice, because on some machines the figure moves on its own (page cache in GPU memory).
     let free = (0..2).map(|_| {
-        let (mut free, mut all) = (0, 0);
+        let mut free = 0;
         // SAFETY: a context is current; the call writes two integers.
         check("cuMemGetInfo", unsafe { sys::cuMemGetInfo_v2(&mut free, &mut all) }).map(|()| free as u64)
     });
-    DriverMemory { total, free: free.collect::<Result<Vec<_>>>().map_err(|error| error.to_string()) }
+    let free = free.collect::<Result<Vec<_>>>().map_err(|error| error.to_string());
+    DriverMemory { total: if total == 0 { all as u64 } else { total }, free }
 }
 
 /// The memory of the device of the caller's context.

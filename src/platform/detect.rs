@@ -87,6 +87,14 @@ impl Detector {
         }
     }
 
+    /// How many devices the driver sees.
+    ///
+    /// # Errors
+    /// There is no usable driver.
+    pub fn device_count() -> Result<usize> {
+        probe::device_count()
+    }
+
     fn platform(&self, facts: Result<super::Facts>) -> Platform {
         match facts {
             Ok(facts) => {
