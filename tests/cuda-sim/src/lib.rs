@@ -11,6 +11,7 @@ mod evidence;
 pub mod host;
 mod hostility;
 pub mod kernels;
+mod launch;
 mod maps;
 mod memory;
 mod module;

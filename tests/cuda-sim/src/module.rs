@@ -1,39 +1,114 @@
-//! Modules and kernels.
+//! Modules, and the functions found in them.
 
 #![deny(unsafe_code)]
 
-use crate::sched::Work;
-use crate::state::State;
-use crate::status::{NOT_SUPPORTED, Res};
-
-#[derive(Debug, Default)]
-pub(crate) struct Modules {}
-impl Modules {
-    pub(crate) fn drop_context(&mut self, _ctx: u64) {}
-    pub(crate) fn live(&self, _ctx: u64) -> Vec<String> {
-        Vec::new()
-    }
-}
-#[derive(Debug, Clone)]
-pub(crate) struct KernelOp {}
-#[derive(Debug)]
-pub(crate) struct KernelJob {}
-pub(crate) struct Ran {
-    pub(crate) result: Res,
-    pub(crate) duration_ns: u64,
-}
-pub(crate) fn prepare(_st: &mut State, _ctx: u64, _op: &KernelOp) -> Res<Work> {
-    Err(NOT_SUPPORTED)
-}
-pub(crate) fn run(_id: u64, _ctx: u64, _device: usize, _job: KernelJob) -> Ran {
-    Ran { result: Ok(()), duration_ns: 0 }
-}
-
-/// What the host wrote is visible to the device from here on.
-pub(crate) fn fence(_st: &mut State, _device: usize) {}
+use crate::kernels::{KernelFn, Registry};
+use crate::ptx::{self, Entry};
+use crate::status::{INVALID_HANDLE, INVALID_PTX, NO_BINARY_FOR_GPU, NOT_FOUND, Res};
+use std::collections::HashMap;
+use std::sync::{Arc, LazyLock};
 
 /// The kernels this driver knows.
-pub(crate) fn registry() -> &'static crate::kernels::Registry {
-    static REGISTRY: std::sync::LazyLock<crate::kernels::Registry> = std::sync::LazyLock::new(Default::default);
+pub(crate) fn registry() -> &'static Registry {
+    static REGISTRY: LazyLock<Registry> = LazyLock::new(Registry::default);
     &REGISTRY
+}
+
+/// All modules and functions of the process.
+#[derive(Debug, Default)]
+pub(crate) struct Modules {
+    modules: HashMap<u64, Module>,
+    functions: HashMap<u64, Function>,
+}
+
+#[derive(Debug)]
+struct Module {
+    ctx: u64,
+    entries: Vec<Entry>,
+}
+
+/// An entry of a module and the Rust function that stands for it.
+#[derive(Debug, Clone)]
+pub(crate) struct Function {
+    module: u64,
+    pub(crate) ctx: u64,
+    pub(crate) name: Arc<str>,
+    pub(crate) params: Vec<usize>,
+    pub(crate) kernel: KernelFn,
+    pub(crate) attributes: HashMap<u32, i32>,
+}
+
+/// Reads the text of a module.
+pub(crate) fn parse(image: &str) -> Res<Vec<Entry>> {
+    if !image.contains(".version") {
+        // A cubin or a fat binary: machine code for a real GPU.
+        return Err(NO_BINARY_FOR_GPU);
+    }
+    ptx::parse(image).map_err(|_| INVALID_PTX)
+}
+
+impl Modules {
+    pub(crate) fn load(&mut self, handle: u64, ctx: u64, entries: Vec<Entry>) {
+        self.modules.insert(handle, Module { ctx, entries });
+    }
+
+    pub(crate) fn unload(&mut self, module: u64) -> Res {
+        self.modules.remove(&module).ok_or(INVALID_HANDLE)?;
+        self.functions.retain(|_, function| function.module != module);
+        Ok(())
+    }
+
+    /// Makes a function handle for an entry; `handle` is used if there is none yet.
+    pub(crate) fn function(&mut self, handle: u64, module: u64, name: &str) -> Res<u64> {
+        let found = self.modules.get(&module).ok_or(INVALID_HANDLE)?;
+        let entry = found.entries.iter().find(|entry| entry.name == name).ok_or(NOT_FOUND)?;
+        let mut known = self.functions.iter();
+        if let Some((handle, _)) = known.find(|(_, known)| known.module == module && *known.name == *name) {
+            return Ok(*handle);
+        }
+        // An entry nobody registered a function for cannot run: better said here than at the launch.
+        let kernel = registry().get(name).ok_or(NOT_FOUND)?;
+        let function = Function {
+            module,
+            ctx: found.ctx,
+            name: Arc::from(name),
+            params: entry.params.clone(),
+            kernel,
+            attributes: HashMap::new(),
+        };
+        self.functions.insert(handle, function);
+        Ok(handle)
+    }
+
+    pub(crate) fn has_module(&self, module: u64) -> bool {
+        self.modules.contains_key(&module)
+    }
+
+    pub(crate) fn count(&self, module: u64) -> Res<usize> {
+        self.modules.get(&module).map(|module| module.entries.len()).ok_or(INVALID_HANDLE)
+    }
+
+    pub(crate) fn get(&self, function: u64) -> Res<&Function> {
+        self.functions.get(&function).ok_or(INVALID_HANDLE)
+    }
+
+    pub(crate) fn get_mut(&mut self, function: u64) -> Res<&mut Function> {
+        self.functions.get_mut(&function).ok_or(INVALID_HANDLE)
+    }
+
+    /// The module a function is of.
+    pub(crate) fn module_of(&self, function: u64) -> Res<u64> {
+        self.get(function).map(|function| function.module)
+    }
+
+    pub(crate) fn drop_context(&mut self, ctx: u64) {
+        self.modules.retain(|_, module| module.ctx != ctx);
+        self.functions.retain(|_, function| function.ctx != ctx);
+    }
+
+    /// The modules that are loaded in a context.
+    pub(crate) fn live(&self, ctx: u64) -> Vec<String> {
+        let ours = self.modules.iter().filter(|(_, module)| module.ctx == ctx);
+        ours.map(|(handle, _)| format!("module {handle:#x}")).collect()
+    }
 }

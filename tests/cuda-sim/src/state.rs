@@ -156,6 +156,8 @@ impl State {
         self.events.retain(|_, event| event.ctx != ctx);
         self.modules.drop_context(ctx);
         self.captures.retain(|_, capture| capture.ctx != ctx);
+        self.graphs.retain(|_, graph| graph.ctx != ctx);
+        self.execs.retain(|_, graph| graph.ctx != ctx);
         crate::sched::cancel(self, ctx);
         let ids: Vec<u64> = self.memory.all().filter(|alloc| alloc.ctx == ctx).map(|alloc| alloc.id).collect();
         for id in ids {

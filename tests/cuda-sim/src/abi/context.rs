@@ -77,7 +77,7 @@ export! {
     fn cuCtxSynchronize(call) {
         call.not_in_capture().ctx(|st, here| {
             sched::wait_context(st, here.ctx)?;
-            crate::module::fence(st, here.device);
+            crate::launch::fence(st, here.device);
             Ok(())
         })
     }
@@ -87,7 +87,7 @@ export! {
             let ctx = if ctx == 0 { here.ctx } else { ctx };
             sched::wait_context(st, ctx)?;
             let device = st.context(ctx)?.device;
-            crate::module::fence(st, device);
+            crate::launch::fence(st, device);
             Ok(())
         })
     }

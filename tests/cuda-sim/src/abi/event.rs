@@ -53,7 +53,7 @@ export! {
                 return Err(NOT_READY);
             }
             crate::state::host_reached(step.seen_ns());
-            crate::module::fence(st, step.device);
+            crate::launch::fence(st, step.device);
             Ok(())
         })
     }
@@ -67,7 +67,7 @@ export! {
             capture::check_unsafe(st, here.device)?;
             let Some(step) = st.event(event)?.recorded.clone() else { return Ok(()) };
             sched::wait(st, &step)?;
-            crate::module::fence(st, step.device);
+            crate::launch::fence(st, step.device);
             Ok(())
         })
     }

@@ -137,7 +137,7 @@ export! {
                 None if pageable && host != 0 => address.set(host)?,
                 None => return Err(INVALID_VALUE),
             }
-            crate::module::fence(st, here.device);
+            crate::launch::fence(st, here.device);
             Ok(())
         })
     }

@@ -55,7 +55,7 @@ export! {
             for step in tails(st, stream)? {
                 sched::wait(st, &step)?;
             }
-            crate::module::fence(st, here.device);
+            crate::launch::fence(st, here.device);
             Ok(())
         })
     }

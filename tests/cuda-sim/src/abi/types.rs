@@ -39,10 +39,6 @@ impl<T> Out<T> {
         if self.0.is_null() { Err(INVALID_VALUE) } else { Ok(()) }
     }
 
-    pub(crate) fn address(self) -> u64 {
-        self.0 as u64
-    }
-
     /// The same address as a place for another type.
     pub(crate) fn cast<U>(self) -> Out<U> {
         Out(self.0.cast())
@@ -91,13 +87,31 @@ impl<T: Copy> In<T> {
     fn checked(self, null: bool) -> Res<T> {
         if null { Err(INVALID_VALUE) } else { self.get() }
     }
+}
+
+impl<T> In<T> {
+    pub(crate) fn null() -> Self {
+        Self(std::ptr::null())
+    }
+
+    /// A pointer the caller passed as a number.
+    pub(crate) fn from_address(address: u64) -> Self {
+        Self(address as *const T)
+    }
 
     pub(crate) fn is_null(self) -> bool {
         self.0.is_null()
     }
+}
 
-    pub(crate) fn address(self) -> u64 {
-        self.0 as u64
+impl In<u8> {
+    /// Copies bytes.
+    pub(crate) fn bytes(self, len: usize) -> Res<Vec<u8>> {
+        if self.0.is_null() {
+            return Err(INVALID_VALUE);
+        }
+        // SAFETY: not null, and the caller promised that many readable bytes (see the module's text).
+        Ok(unsafe { std::slice::from_raw_parts(self.0, len) }.to_vec())
     }
 }
 

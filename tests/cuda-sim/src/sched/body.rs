@@ -20,7 +20,7 @@ pub(crate) enum Body {
     Fault(Status),
     Copy(CopyJob),
     Fill(FillJob),
-    Kernel(Box<crate::module::KernelJob>),
+    Kernel(Box<crate::launch::KernelJob>),
     /// A host function.
     Host(HostJob),
     /// Writes a word.

@@ -9,8 +9,8 @@ use super::body::{Body, Compare, CopyJob, FillJob, HostJob, Lane, Source, Tally,
 use super::bytes;
 use super::track::{Access, Use};
 use crate::clock::{self, Route};
+use crate::launch::{self, KernelOp};
 use crate::memory::{Kind, Span};
-use crate::module::KernelOp;
 use crate::state::State;
 use crate::status::{INVALID_VALUE, Res};
 
@@ -107,13 +107,13 @@ pub(crate) struct Prepared {
 const STAGED: u64 = 64 << 10;
 
 /// Looks up an operation's addresses.
-pub(crate) fn prepare(st: &mut State, device: usize, ctx: u64, op: &Op) -> Res<Prepared> {
+pub(crate) fn prepare(st: &mut State, device: usize, op: &Op) -> Res<Prepared> {
     let work = match op {
         Op::Record => Work::new("event record", Body::Nop, Lane::Inline),
         Op::Join => Work::new("event wait", Body::Nop, Lane::Inline),
         Op::Copy(copy) => return prepare_copy(st, device, copy),
         Op::Fill(fill) => prepare_fill(st, device, fill)?,
-        Op::Kernel(kernel) => crate::module::prepare(st, ctx, kernel)?,
+        Op::Kernel(kernel) => launch::prepare(st, kernel),
         Op::Host(job) => Work::new("host function", Body::Host(*job), Lane::Thread),
         Op::Write { addr, value, wide } => {
             let span = word(st, *addr, *wide)?;

@@ -81,7 +81,7 @@ fn perform(id: u64, ctx: u64, device: usize, body: Body) -> End {
         }
         Body::Fill(job) => End::of(fill(&job)),
         Body::Kernel(job) => {
-            let ran = crate::module::run(id, ctx, device, *job);
+            let ran = crate::launch::run(id, ctx, device, *job);
             End { duration_ns: Some(ran.duration_ns), ..End::of(ran.result) }
         }
         Body::Host(job) => {
