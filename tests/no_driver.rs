@@ -32,7 +32,7 @@ fn library(folder: &Path, functions: &[&str], code: u32) {
     let source = folder.join("stub.rs");
     fs::write(&source, functions).unwrap();
     let rustc = std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into());
-    let built = Command::new(rustc)
+    let built = Command::new(&rustc)
         .args(["--edition=2024", "--crate-type=cdylib", "--crate-name=stub", "-Anon_snake_case", "-o"])
         .arg(folder.join("libcuda.so"))
         .arg(&source)
@@ -67,6 +67,32 @@ fn no_library() {
     let folder = tempfile::tempdir().unwrap();
     nothing(folder.path());
     child(folder.path(), "no CUDA driver");
+}
+
+/// The example says so too, and that is no failure.
+#[test]
+fn the_example_reports_host_only() {
+    let folder = tempfile::tempdir().unwrap();
+    nothing(folder.path());
+    let test = std::env::current_exe().unwrap();
+    let example = test.parent().unwrap().parent().unwrap().join("examples").join("platform_detection");
+    if !example.exists() {
+        // A run of this test alone builds no examples; `platform_detection.rs` sees to them.
+        return;
+    }
+    for device in ["0", "5"] {
+        let output = Command::new(&example)
+            .args(["--json", "--device", device])
+            .env("LD_LIBRARY_PATH", folder.path())
+            .env_remove("TRANSFER_TENSOR_STRATEGY")
+            .output()
+            .unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let json: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+        let words = ["driver", "model", "strategy", "backing"].map(|key| json[key].as_str().unwrap());
+        assert_eq!(words, ["none", "host-only", "host", "pageable"]);
+        assert!(json["reasons"].to_string().contains("no CUDA driver"));
+    }
 }
 
 #[test]

@@ -114,6 +114,23 @@ fn the_callers_context_is_used_and_left_as_found() {
     assert_eq!(current, context.cu_ctx());
 }
 
+/// A capture of the caller's, in the strictest mode, survives a detection in the midst of it.
+#[test]
+fn detection_breaks_no_capture() {
+    use transfer_tensor::cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
+    let device = device("x86_h200_sxm_gen5");
+    let context = CudaContext::new(device.ordinal()).unwrap();
+    let stream = context.new_stream().unwrap();
+    stream.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL).unwrap();
+    let platform = detector(&device).detect_in(&context);
+    let memory = platform.memory_in(&context);
+    let elsewhere = detector(&device).detect(device.ordinal());
+    let flags = CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
+    stream.end_capture(flags).expect("the capture goes on");
+    assert!(platform.notes().is_empty() && platform.capabilities().device_reads_pinned, "{platform}");
+    assert!(elsewhere.notes().is_empty() && memory.notes.is_empty(), "{elsewhere}");
+}
+
 /// R24, R43: registration is refused. Everything has another way, none of them duplicates the one memory, and the report
 /// says which call refused with which code.
 #[test]
@@ -271,6 +288,8 @@ fn page_cache_in_gpu_memory_is_listed_apart() {
     assert_eq!(memory.reclaimable_bytes, Some(60 * GIB));
     assert_eq!(memory.free_bytes, 40 * GIB);
     assert_eq!(memory.driver_free, Some((40 * GIB, 40 * GIB)));
+    assert_eq!(detect(&device).topology().gpu_memory_mode.as_deref(), Some("numa"));
+    assert_eq!(detect(&self::device("gh200_480gb_cdmm")).topology().gpu_memory_mode.as_deref(), Some("driver"));
     // More used than there is does no harm.
     device.set_mem_info(0, 1);
     assert_eq!(detect(&device).memory().free_bytes, 0);

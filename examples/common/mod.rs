@@ -1,5 +1,5 @@
 //! What the examples share: which machine to run on, and how to say what went wrong.
-#![allow(dead_code, reason = "each example uses a part")]
+#![allow(dead_code, unreachable_pub, reason = "each example uses a part, as a module of its own")]
 
 use std::path::PathBuf;
 use std::process::ExitCode;
