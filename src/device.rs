@@ -6,10 +6,10 @@ use std::time::Duration;
 
 use cudarc::driver::{CudaContext, CudaStream};
 
-use crate::complete::Waiter;
+use crate::complete::{Waiter, free_later};
 use crate::driver::context::cudarc_error;
 use crate::driver::staging::Staging;
-use crate::driver::{Context, Driver};
+use crate::driver::{Context, Driver, Pending};
 use crate::error::{Error, Result};
 use crate::plan::{Decision, Request, plan};
 use crate::platform::{Detector, MemoryFigures, Platform};
@@ -47,10 +47,10 @@ struct Inner {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        // The last pieces that went through the staging slots may not have been fetched yet.
-        for (memory, busy) in self.up.take().chain(self.down.take()) {
-            let memory: Box<dyn std::any::Any + Send> = Box::new(memory);
-            crate::tensor::retire_later(&self.context, &self.waiter, memory, busy.into_iter().collect());
+        // An upload from pageable memory returns when the source has been read, not when the slots have been.
+        for (slot, busy) in self.up.take().into_iter().chain(self.down.take()) {
+            let pending = busy.into_iter().map(Pending::Event).collect();
+            free_later(&self.context, &self.waiter, Box::new(slot), pending);
         }
     }
 }

@@ -237,7 +237,7 @@ fn after_every_thread(context: &Arc<Context>, stream: &Stream) -> Result<()> {
 
 /// After cudarc ordered a stream: where it parked an error instead, waits for everything.
 fn ordered(context: &Context) -> Result<()> {
-    if context.cuda().check_err().is_err() { synchronize(context.cuda()) } else { Ok(()) }
+    if context.take_parked() { synchronize(context.cuda()) } else { Ok(()) }
 }
 
 /// Makes a slice belong to `stream`, on which its uses are ordered already: cudarc frees it there, and in single-stream
@@ -258,6 +258,7 @@ pub(crate) fn rehome_slice<T: Element>(
     let address = slice.leak();
     context.clear_stale();
     // It panics where events can not be made: the device faulted, or another thread parked an error just now.
+    #[allow(clippy::disallowed_methods)] // A panic is caught, and the stale error gone (above).
     let made = std::panic::catch_unwind(AssertUnwindSafe(|| {
         // SAFETY: the address was just taken out of a slice of as many elements; `stream` is ordered after its uses.
         unsafe { stream.cuda().upgrade_device_ptr::<T>(address, elements) }
@@ -284,7 +285,7 @@ pub(crate) fn drop_bound(context: &Context, owner: Box<dyn Any + Send>) {
         Ok(_bound) => {
             context.clear_stale();
             drop(owner);
-            if context.cuda().check_err().is_err() {
+            if context.take_parked() {
                 context.counters().free_errors.fetch_add(1, Ordering::Relaxed);
             }
         }
@@ -311,8 +312,10 @@ pub(crate) fn alias_slice<T: Element>(stream: &Arc<CudaStream>, address: u64, el
     unsafe { own.disable_event_tracking() };
     // SAFETY: the handle belongs to this context; the slice lives no longer than the guard that holds the stream.
     let stream = unsafe { own.wrap_borrowed_stream(stream.cu_stream()) };
+    #[allow(clippy::disallowed_methods)] // Without event tracking there is nothing in it that could panic.
     // SAFETY: the address is valid for the elements while the guard lives, and `forget_alias` gives up the ownership.
-    Ok(unsafe { stream.upgrade_device_ptr::<T>(address, elements) })
+    let alias = unsafe { stream.upgrade_device_ptr::<T>(address, elements) };
+    Ok(alias)
 }
 
 /// Ends an alias without freeing what it names.

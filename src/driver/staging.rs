@@ -12,13 +12,12 @@ use super::context::Context;
 use super::copy;
 use super::event::Event;
 use super::memory::Pinned;
-use super::pending::Pending;
 use super::stream::Stream;
-use crate::copy::chunks;
+use crate::copy::{STAGED_PIECE, chunks};
 use crate::error::Result;
 
-/// Bytes of one slot. 4 MiB pieces reach 0.96 of the H200's link (docs/benchmarks.md has the sweep).
-pub(crate) const SLOT: usize = 4 << 20;
+/// Bytes of one slot.
+const SLOT: usize = STAGED_PIECE;
 
 /// The slots of one direction of one device. Copies that need them take turns.
 #[derive(Debug, Default)]
@@ -69,13 +68,12 @@ impl Slots {
 }
 
 impl Staging {
-    /// Gives the slots up: their memory, and what still uses it.
-    pub(crate) fn take(&mut self) -> impl Iterator<Item = (Pinned, Option<Pending>)> + use<> {
-        let slots = match std::mem::take(self.slots.get_mut()) {
-            Slots::Ready(slots) => Vec::from(slots),
+    /// Takes the slots out, each with the copy that may still use it: for the end, when they are to be freed.
+    pub(crate) fn take(&mut self) -> Vec<(Pinned, Option<Arc<Event>>)> {
+        match std::mem::take(self.slots.get_mut()) {
+            Slots::Ready(slots) => slots.into_iter().map(|slot| (slot.memory, slot.busy)).collect(),
             Slots::Untried | Slots::Refused => Vec::new(),
-        };
-        slots.into_iter().map(|slot| (slot.memory, slot.busy.map(Pending::Event)))
+        }
     }
 
     /// Copies `bytes` bytes of pageable memory to the device, in the order of `stream`. On return the source has been read;

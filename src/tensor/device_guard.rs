@@ -14,7 +14,7 @@ use cudarc::driver::{
     SyncOnDrop,
 };
 
-use super::region::Region;
+use super::region::{Region, Submitted};
 use super::store::Store;
 use super::track::UseId;
 use crate::driver::memory::{alias_slice, forget_alias};
@@ -54,8 +54,11 @@ struct Access<'a, T: Element> {
 
 struct Used {
     region: Arc<Region>,
-    id: UseId,
+    /// The guard's own use.
+    guard: UseId,
     write: bool,
+    /// The guard's own use, and those of the copies that were made for it.
+    submitted: Submitted,
 }
 
 impl<'a, T: Element> Access<'a, T> {
@@ -79,13 +82,14 @@ impl<'a, T: Element> Access<'a, T> {
         if range.is_empty() {
             return Ok(access);
         }
-        let _bound = device.context().enter()?;
+        let _bound = device.context().to_submit()?;
         access.stream.check_not_capturing(OPERATION)?;
-        let region = store.on_device(range, write, &access.stream)?;
+        let (region, mut submitted) = store.on_device(range, write, &access.stream)?;
         region.order(&access.stream, range, write)?;
         access.address = region.device()? + range.start as u64;
         let id = region.open(&access.stream, range, write);
-        access.used = Some(Used { region, id, write });
+        submitted.push(&region, id);
+        access.used = Some(Used { region, guard: id, write, submitted });
         Ok(access)
     }
 
@@ -104,7 +108,7 @@ impl<'a, T: Element> Access<'a, T> {
         crate::driver::stream::check_not_capturing(stream.cu_stream(), "handing an address to a stream")?;
         if used.write && self.lent.get() {
             // What another stream was given before comes first, and has no event to wait for.
-            used.region.wait_foreign(used.id)?;
+            used.region.wait_foreign(used.guard)?;
             self.lent.set(false);
         }
         if !same {
@@ -115,7 +119,7 @@ impl<'a, T: Element> Access<'a, T> {
             };
             crate::driver::stream::wait_on(stream, &event)?;
             // From here on the address may be in use where we can not see it.
-            used.region.mark_foreign(used.id, stream.context(), write || used.write);
+            used.region.mark_foreign(used.guard, stream.context(), write || used.write);
             self.lent.set(true);
             self.foreign.set(true);
         }
@@ -136,18 +140,18 @@ impl<T: Element> Drop for Access<'_, T> {
         if let Some(alias) = self.alias.take() {
             forget_alias(alias);
         }
-        let Some(used) = &self.used else { return };
+        let Some(used) = &mut self.used else { return };
         if self.foreign.get() {
-            used.region.close_foreign(used.id, !self.lent.get());
+            used.region.close_foreign(used.guard, !self.lent.get());
         }
         let Some(device) = used.region.on() else { return };
         // If any of this fails the use stays open, and whoever comes next waits for the whole stream.
-        let recorded = device.context().enter().and_then(|_bound| {
+        let recorded = device.context().to_submit().and_then(|_bound| {
             self.stream.check_not_capturing("dropping a device guard")?;
             Event::record(device.context(), &self.stream)
         });
         if let Ok(event) = recorded {
-            used.region.close(used.id, Arc::new(event));
+            used.submitted.close(&Arc::new(event));
         }
     }
 }

@@ -9,10 +9,10 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 use super::track::{Conflict, Track, UseId};
-use crate::complete::Waiter;
+use crate::complete::free_later;
 use crate::device::Device;
 use crate::driver::memory::drop_bound;
-use crate::driver::{Context, Event, Pending, Stream};
+use crate::driver::{Event, Pending, Stream};
 use crate::error::{Error, Result};
 use crate::plan::Backing;
 
@@ -33,6 +33,24 @@ pub(crate) struct Region {
 unsafe impl Send for Region {}
 // SAFETY: as above; `owner` is only reached through `&mut` (drop, reclaim).
 unsafe impl Sync for Region {}
+
+/// Uses that were submitted to one stream and wait for the event that closes them all: one event costs the GPU about a
+/// microsecond. Dropped unclosed, they stay open, which is sound: who comes next waits for the whole stream.
+#[derive(Debug, Default)]
+pub(crate) struct Submitted(Vec<(Arc<Region>, UseId)>);
+
+impl Submitted {
+    pub(crate) fn push(&mut self, region: &Arc<Region>, id: UseId) {
+        self.0.push((region.clone(), id));
+    }
+
+    /// `event` lies behind all of them on their stream.
+    pub(crate) fn close(&mut self, event: &Arc<Event>) {
+        for (region, id) in self.0.drain(..) {
+            region.close(id, event.clone());
+        }
+    }
+}
 
 /// Who frees the memory.
 pub(crate) enum Owner {
@@ -195,24 +213,25 @@ impl Region {
     }
 
     /// Takes the owner out, if it is a `T`. The caller has waited for everything.
-    pub(crate) fn reclaim<T: 'static>(mut self) -> Result<T, Self> {
-        let (any, back): (_, fn(Box<dyn Any + Send>) -> Owner) = match self.owner.take() {
+    pub(crate) fn reclaim<T: 'static>(mut self) -> Result<T, Arc<Self>> {
+        type Wrap = fn(Box<dyn Any + Send>) -> Owner;
+        let (any, back): (_, Wrap) = match self.owner.take() {
             Some(Owner::Host(any)) => (any, Owner::Host),
             Some(Owner::Slow(any)) => (any, Owner::Slow),
             Some(Owner::Device { slice, stream, shared }) => match slice.downcast::<T>() {
                 Ok(value) => return Ok(*value),
                 Err(slice) => {
                     self.owner = Some(Owner::Device { slice, stream, shared });
-                    return Err(self);
+                    return Err(Arc::new(self));
                 }
             },
-            None => return Err(self),
+            None => return Err(Arc::new(self)),
         };
         match any.downcast::<T>() {
             Ok(value) => Ok(*value),
             Err(any) => {
                 self.owner = Some(back(any));
-                Err(self)
+                Err(Arc::new(self))
             }
         }
     }
@@ -251,7 +270,7 @@ fn retire(device: &Device, owner: Owner, pending: Vec<Pending>) {
     }
     match owner {
         Owner::Host(any) if pending.is_empty() => drop(any),
-        Owner::Host(any) | Owner::Slow(any) => later(context, device.waiter(), any, pending),
+        Owner::Host(any) | Owner::Slow(any) => free_later(context, device.waiter(), any, pending),
         Owner::Device { slice, stream, shared } => {
             let in_order = free_in_order(device, &stream, shared, &pending);
             match in_order {
@@ -262,7 +281,7 @@ fn retire(device: &Device, owner: Owner, pending: Vec<Pending>) {
                         pending.push(Pending::Capture(stream.clone()));
                     }
                     // The stream stays as long: it may be ours, and the slice is freed on it.
-                    later(context, device.waiter(), Box::new((slice, stream)), pending);
+                    free_later(context, device.waiter(), Box::new((slice, stream)), pending);
                 }
             }
         }
@@ -300,23 +319,4 @@ fn free_in_order(device: &Device, stream: &Stream, shared: bool, pending: &[Pend
 /// Whether all has run, as far as can be asked without blocking.
 fn passed(pending: &[Pending]) -> bool {
     pending.iter().all(|pending| pending.pollable() && pending.poll().is_ok_and(|passed| passed))
-}
-
-/// Drops `any` on the waiter's thread when all of `pending` has passed; keeps it for ever if that can not be known.
-pub(crate) fn later(context: &Arc<Context>, waiter: &Waiter, any: Box<dyn Any + Send>, pending: Vec<Pending>) {
-    // Kept in a `ManuallyDrop`, so that a job which never runs leaks rather than frees.
-    let any = std::mem::ManuallyDrop::new(any);
-    if crate::driver::Driver::get().is_err() {
-        // A forked child, or a driver that is gone. The thread and the locks of the parent are not here either.
-        context.count_leak();
-        return;
-    }
-    let of_job = context.clone();
-    let then = Box::new(move |passed: Result<()>| match passed {
-        Ok(()) => drop_bound(&of_job, std::mem::ManuallyDrop::into_inner(any)),
-        Err(_) => of_job.count_leak(),
-    });
-    if waiter.submit(pending, then).is_err() {
-        context.count_leak();
-    }
 }

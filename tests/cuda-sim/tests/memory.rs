@@ -136,7 +136,7 @@ fn sizes_and_limits() {
         free(d);
         assert_eq!(code(sys::cuMemFree_v2(d)), 1);
         let mut kind = 0u32;
-        let vector = vec![0u8; 8];
+        let vector = [0u8; 8];
         assert_eq!(
             code(sys::cuPointerGetAttribute(
                 (&raw mut kind).cast(),
