@@ -168,6 +168,8 @@ fn step(mut job: Job, shared: &Shared) -> Option<Job> {
         match answer {
             Ok(true) => drop(job.pending.pop_front()),
             Ok(false) => return Some(job),
+            // A capture ends, and then the stream can be asked again.
+            Err(error) if error.is_capturing() && matches!(front, Front::Poll(_)) => return Some(job),
             Err(error) => {
                 finish(job, Err(error), shared);
                 return None;
@@ -191,8 +193,11 @@ fn block_elsewhere(pending: &Pending) -> Result<Arc<Mutex<Option<Result<()>>>>> 
 }
 
 fn finish(job: Job, result: Result<()>, shared: &Shared) {
+    let Job { pending, then } = job;
+    // What it waited for may hold streams and contexts: gone before anybody is told that the job is done.
+    drop(pending);
     // A panic in a caller's owner or waker is his; the other jobs go on.
-    let _ = catch_unwind(AssertUnwindSafe(move || (job.then)(result)));
+    let _ = catch_unwind(AssertUnwindSafe(move || then(result)));
     shared.queue.lock().open -= 1;
     shared.changed.notify_all();
 }

@@ -9,7 +9,8 @@ use std::sync::atomic::Ordering;
 use cudarc::driver::{CudaContext, CudaSlice, CudaStream, DevicePtr, DevicePtrMut, sys};
 
 use super::call::{Bound, check};
-use super::context::{Context, cudarc_error};
+use super::context::{Context, cudarc_error, synchronize};
+use super::event::Event;
 use super::stream::Stream;
 use crate::element::Element;
 use crate::error::{Error, Kind, Result};
@@ -182,14 +183,60 @@ pub(crate) fn alloc_device<T: Element>(context: &Context, stream: &Stream, eleme
     })
 }
 
-/// The address of a slice. Makes `stream` wait for what cudarc knows to be running on it.
-pub(crate) fn slice_address<T: Element>(slice: &CudaSlice<T>, stream: &Stream) -> u64 {
-    slice.device_ptr(stream.cuda()).0
+/// The address of a slice, for reading. Makes `stream` wait for what cudarc knows to be writing to it.
+pub(crate) fn slice_address<T: Element>(context: &Context, slice: &CudaSlice<T>, stream: &Stream) -> Result<u64> {
+    let _bound = context.enter()?;
+    context.clear_stale();
+    let address = slice.device_ptr(stream.cuda()).0;
+    ordered(context).map(|()| address)
 }
 
 /// Takes over a slice of the caller's: makes `stream` wait for what cudarc knows to be running on it.
-pub(crate) fn adopt_slice<T: Element>(slice: &mut CudaSlice<T>, stream: &Stream) -> u64 {
-    slice.device_ptr_mut(stream.cuda()).0
+pub(crate) fn adopt_slice<T: Element>(context: &Context, slice: &mut CudaSlice<T>, stream: &Stream) -> Result<u64> {
+    let _bound = context.enter()?;
+    context.clear_stale();
+    let address = slice.device_ptr_mut(stream.cuda()).0;
+    ordered(context).map(|()| address)
+}
+
+/// A slice that others hold too. Dropped with its context current.
+///
+/// Who has the last handle frees it: on his thread's stream, if it is the per-thread default stream. The reads that others
+/// submitted to their threads' streams before they dropped their handles come first.
+#[derive(Debug)]
+pub(crate) struct SharedSlice<T> {
+    slice: Option<Arc<CudaSlice<T>>>,
+    context: Arc<Context>,
+}
+
+impl<T> SharedSlice<T> {
+    pub(crate) fn new(context: &Arc<Context>, slice: Arc<CudaSlice<T>>) -> Self {
+        Self { slice: Some(slice), context: context.clone() }
+    }
+}
+
+impl<T> Drop for SharedSlice<T> {
+    fn drop(&mut self) {
+        // Only once nobody else has a handle is it known that nobody submits more.
+        let Some(slice) = self.slice.take().and_then(Arc::into_inner) else { return };
+        let stream = Stream::of_caller(slice.stream());
+        if stream.is_per_thread() && after_every_thread(&self.context, &stream).is_err() {
+            self.context.count_leak();
+            std::mem::forget(slice);
+        }
+    }
+}
+
+/// Lets a stream wait for the default streams of all threads: the legacy stream waits for those.
+fn after_every_thread(context: &Arc<Context>, stream: &Stream) -> Result<()> {
+    let legacy = Stream::of_caller(&context.cuda().default_stream());
+    legacy.check_not_capturing("freeing device memory")?;
+    stream.wait_for(&Event::record(context, &legacy)?)
+}
+
+/// After cudarc ordered a stream: where it parked an error instead, waits for everything.
+fn ordered(context: &Context) -> Result<()> {
+    if context.cuda().check_err().is_err() { synchronize(context.cuda()) } else { Ok(()) }
 }
 
 /// Tells cudarc's tracking of a slice that goes to the caller that all of ours lies before this point of `stream`. Where
@@ -198,7 +245,7 @@ pub(crate) fn note_write<T: Element>(context: &Context, slice: &mut CudaSlice<T>
     let _bound = context.enter()?;
     context.clear_stale();
     drop(slice.device_ptr_mut(stream.cuda()));
-    if context.take_parked() { stream.synchronize() } else { Ok(()) }
+    ordered(context)
 }
 
 /// Drops an owner whose drop may call cudarc (`CudaSlice`): with its context current, and with what cudarc parks there

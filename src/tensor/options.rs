@@ -5,13 +5,13 @@ use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use cudarc::driver::{CudaSlice, DevicePtr};
+use cudarc::driver::CudaSlice;
 
 use super::region::{Owner, Region};
 use super::store::{State, Store, pageable_region, pinned_region};
 use super::{TransferTensor, check_elements};
 use crate::device::Device;
-use crate::driver::memory::{Managed, Registration, adopt_slice};
+use crate::driver::memory::{Managed, Registration, SharedSlice, adopt_slice, slice_address};
 use crate::driver::{Event, Stream};
 use crate::element::{Element, bytes_of};
 use crate::error::{Error, Kind, Refused, Result};
@@ -347,14 +347,13 @@ impl<'d> TensorOptions<'d> {
             let stream = Stream::of_caller(slice.stream());
             let _bound = device.context().enter()?;
             stream.check_not_capturing("from_cuda_slice")?;
-            device.context().clear_stale();
-            let address = adopt_slice(&mut slice, &stream);
+            let address = adopt_slice(device.context(), &mut slice, &stream)?;
             Ok((device, decision, stream, address))
         });
         match adopted {
             Ok((device, decision, stream, address)) => {
                 let bytes = slice.num_bytes();
-                let owner = Owner::Device { slice: Box::new(slice), stream: stream.clone(), adopted: true };
+                let owner = Owner::Device { slice: Box::new(slice), stream: stream.clone(), shared: false };
                 Ok(TransferTensor::new(
                     device_store::<T>(device, decision, None, address, bytes, owner, &stream),
                     shape,
@@ -382,11 +381,11 @@ impl<'d> TensorOptions<'d> {
         let address = {
             let _bound = device.context().enter()?;
             stream.check_not_capturing("from_shared_cuda_slice")?;
-            device.context().clear_stale();
-            slice.device_ptr(stream.cuda()).0
+            slice_address(device.context(), &slice, &stream)?
         };
         let bytes = slice.num_bytes();
-        let owner = Owner::Device { slice: Box::new(slice), stream: stream.clone(), adopted: true };
+        let kept = Box::new(SharedSlice::new(device.context(), slice));
+        let owner = Owner::Device { slice: kept, stream: stream.clone(), shared: true };
         let store = device_store::<T>(device, decision, Some(SHARED_MEMORY), address, bytes, owner, &stream);
         Ok(TransferTensor::new(store, shape))
     }
@@ -512,8 +511,8 @@ fn both_sides(region: Region) -> State {
         device: Some(region),
         shared: true,
         host_current: all.clone(),
-        device_current: all,
-        fence: true,
+        device_current: all.clone(),
+        unfenced: all,
     }
 }
 
@@ -538,12 +537,19 @@ fn device_store<T: Element>(
 ) -> Arc<Store> {
     // SAFETY: the owner holds `bytes` bytes at this device address.
     let region = unsafe { Region::new(None, Some(address), bytes, Backing::Device, Some(device.clone()), owner) };
-    // Everything that was on the stream comes before every use of ours. If it can not be recorded, the use stays open and
-    // the whole stream is waited for.
+    // Everything that was on the stream comes before every use of ours; with a per-thread stream, on that of every thread,
+    // for which the legacy stream waits. If it can not be recorded, the use stays open and the whole stream is waited for.
     let all = 0..bytes;
-    let before = region.open(stream, &all, true);
-    if let Ok(event) = device.context().enter().and_then(|_bound| Event::record(device.context(), stream)) {
-        region.close(before, Arc::new(event));
+    let legacy = stream.is_per_thread().then(|| Stream::of_caller(&device.context().cuda().default_stream()));
+    for stream in [Some(stream), legacy.as_ref()].into_iter().flatten() {
+        let before = region.open(stream, &all, true);
+        let event = device.context().enter().and_then(|_bound| {
+            stream.check_not_capturing("adopting device memory")?;
+            Event::record(device.context(), stream)
+        });
+        if let Ok(event) = event {
+            region.close(before, Arc::new(event));
+        }
     }
     let state = State { device: Some(Arc::new(region)), device_current: RangeSet::full(bytes), ..State::default() };
     Store::new::<T>(Some(device.clone()), bytes, decision, read_only, state)

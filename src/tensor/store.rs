@@ -42,8 +42,9 @@ pub(crate) struct State {
     pub(crate) shared: bool,
     pub(crate) host_current: RangeSet,
     pub(crate) device_current: RangeSet,
-    /// The host wrote since the device last looked, and the device's view needs a fence to see it.
-    pub(crate) fence: bool,
+    /// What the host wrote since the device last looked there, and the device's view needs a fence to see. By range: a host
+    /// guard on one part may still write while the device looks at another.
+    pub(crate) unfenced: RangeSet,
 }
 
 /// Allocates device memory as a `CudaSlice<T>`, so that it can become one again.
@@ -51,7 +52,7 @@ type AllocDevice = fn(&Device, &Stream, usize) -> Result<(Box<dyn Any + Send>, u
 
 fn allocate<T: Element>(device: &Device, stream: &Stream, bytes: usize) -> Result<(Box<dyn Any + Send>, u64)> {
     let slice = alloc_device::<T>(device.context(), stream, bytes / size_of::<T>())?;
-    let address = slice_address(&slice, stream);
+    let address = slice_address(device.context(), &slice, stream)?;
     Ok((Box::new(slice), address))
 }
 
@@ -146,7 +147,9 @@ impl Store {
         }
         if write {
             state.device_current.remove(range);
-            state.fence = true;
+            if state.shared && self.device.as_ref().is_some_and(|device| !io_coherent(device)) {
+                state.unfenced.insert(range);
+            }
         }
         Ok(region)
     }
@@ -190,12 +193,14 @@ impl Store {
             target.close(write, event);
         } else {
             target.wait(part, true)?;
-            let read = source.open(&stream, part, false);
+            // Done when the call returns; if it fails, the driver may still be at it, and both uses stay open.
+            let (read, write) = (source.open(&stream, part, false), target.open(&stream, part, true));
             // SAFETY: as above; the target's bytes are current nowhere else and the state is locked, so nobody looks.
             unsafe {
                 let to = to.as_ptr().add(part.start);
                 device.staging_down().down(device.context(), to, from, part.len(), &stream)?;
             }
+            target.passed(write);
             source.close(read, Arc::new(Event::record(device.context(), &stream)?));
         }
         self.downloaded.fetch_add(part.len() as u64, Ordering::Relaxed);
@@ -220,11 +225,11 @@ impl Store {
         let region = region.ok_or_else(|| Error::unsupported("a device view", "no device memory"))?;
         let mut submitted = Submitted::default();
         if state.shared {
-            if state.fence && !device.platform().capabilities().io_coherent {
+            if !io_coherent(device) && !state.unfenced.within(range).is_empty() {
                 // The host's writes become visible to the device at a synchronisation (CUDA for Tegra, I/O coherency).
                 stream.synchronize()?;
+                state.unfenced.remove(range);
             }
-            state.fence = false;
         } else {
             self.upload(device, &mut state, &region, range, stream, &mut submitted)?;
         }
@@ -286,8 +291,11 @@ impl Store {
             submitted.push(source, read);
         } else {
             source.wait(part, false)?;
+            let read = source.open(stream, part, false);
             // SAFETY: as above; the source is read before the call returns, under the state's lock.
             unsafe { device.staging_up().up(device.context(), to, from, part.len(), stream)? };
+            // Only if the call fails may the driver still be reading.
+            source.passed(read);
         }
         submitted.push(target, write);
         self.count_upload(part.len());
@@ -310,7 +318,7 @@ impl Store {
         // stream is made to stay (`Stream::keep`), see `into_cuda_slice`.
         let allocate = || (self.allocate)(device, stream, self.bytes);
         let (slice, address) = allocate().or_else(|error| retry_after_drain(device, error, allocate))?;
-        let owner = Owner::Device { slice, stream: stream.clone(), adopted: false };
+        let owner = Owner::Device { slice, stream: stream.clone(), shared: false };
         // SAFETY: the slice owns `bytes` bytes at its address.
         let region =
             unsafe { Region::new(None, Some(address), self.bytes, Backing::Device, Some(device.clone()), owner) };
@@ -320,6 +328,10 @@ impl Store {
         region.close(allocation, Arc::new(Event::record(device.context(), stream)?));
         Ok(region)
     }
+}
+
+fn io_coherent(device: &Device) -> bool {
+    device.platform().capabilities().io_coherent
 }
 
 /// Memory that was dropped may still be waiting to be freed: after an out-of-memory, wait for that and try once more.
