@@ -241,8 +241,11 @@ fn refusal<'a>(
         (None, None) => "a transfer".into(),
     };
     if let Some(candidate) = asked.clone().find(|candidate| candidate.standing == Standing::TooBig) {
-        let why = candidate.why.clone();
-        return Error::new(Kind::OutOfMemory { what: "tensor", bytes: request.bytes, why: format!("{what}: {why}") });
+        let why = match (forced, request.backing) {
+            (None, None) => candidate.why.clone(),
+            _ => format!("{what}: {}", candidate.why),
+        };
+        return Error::new(Kind::OutOfMemory { what: "tensor", bytes: request.bytes, why });
     }
     let mut why: Vec<&str> = asked.map(|candidate| candidate.why.as_str()).collect();
     why.dedup();

@@ -33,6 +33,24 @@ unsafe impl Send for Region {}
 // SAFETY: as above; `owner` is only reached through `&mut` (drop, reclaim).
 unsafe impl Sync for Region {}
 
+/// Uses that were submitted to one stream and wait for the event that closes them all: one event costs the GPU about a
+/// microsecond. Dropped unclosed, they stay open, which is sound: who comes next waits for the whole stream.
+#[derive(Debug, Default)]
+pub(crate) struct Submitted(Vec<(Arc<Region>, UseId)>);
+
+impl Submitted {
+    pub(crate) fn push(&mut self, region: &Arc<Region>, id: UseId) {
+        self.0.push((region.clone(), id));
+    }
+
+    /// `event` lies behind all of them on their stream.
+    pub(crate) fn close(&mut self, event: &Arc<Event>) {
+        for (region, id) in self.0.drain(..) {
+            region.close(id, event.clone());
+        }
+    }
+}
+
 /// Who frees the memory.
 pub(crate) enum Owner {
     /// Host memory: any value whose drop frees it.
@@ -173,24 +191,25 @@ impl Region {
     }
 
     /// Takes the owner out, if it is a `T`. The caller has waited for everything.
-    pub(crate) fn reclaim<T: 'static>(mut self) -> Result<T, Self> {
-        let (any, back): (_, fn(Box<dyn Any + Send>) -> Owner) = match self.owner.take() {
+    pub(crate) fn reclaim<T: 'static>(mut self) -> Result<T, Arc<Self>> {
+        type Wrap = fn(Box<dyn Any + Send>) -> Owner;
+        let (any, back): (_, Wrap) = match self.owner.take() {
             Some(Owner::Host(any)) => (any, Owner::Host),
             Some(Owner::Slow(any)) => (any, Owner::Slow),
             Some(Owner::Device { slice, stream, adopted }) => match slice.downcast::<T>() {
                 Ok(value) => return Ok(*value),
                 Err(slice) => {
                     self.owner = Some(Owner::Device { slice, stream, adopted });
-                    return Err(self);
+                    return Err(Arc::new(self));
                 }
             },
-            None => return Err(self),
+            None => return Err(Arc::new(self)),
         };
         match any.downcast::<T>() {
             Ok(value) => Ok(*value),
             Err(any) => {
                 self.owner = Some(back(any));
-                Err(self)
+                Err(Arc::new(self))
             }
         }
     }

@@ -58,31 +58,95 @@ pub(crate) fn kernel_ns(dev: &Device, device_bytes: u64, host_bytes: u64) -> u64
     LAUNCH_NS + at_rate(device_bytes, speed.dram) + at_rate(host_bytes, speed.kernel_read_host)
 }
 
-/// Takes an engine from `ready` on for `duration`, and returns when the step ends.
+/// A stretch of time in which an engine moves bytes at a rate.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Stretch {
+    from: u64,
+    to: u64,
+    gbs: f64,
+}
+
+/// Takes an engine from `ready` on for a step that lasts `duration` when it has the link to itself, and returns when
+/// the step ends.
 ///
-/// While the other direction's engine is taken too, both share what the link carries in total.
-pub(crate) fn occupy(dev: &mut Device, index: usize, ready: u64, duration: u64) -> u64 {
+/// Where the other direction's engine moves bytes at the same time, both get a fair share of what the link carries.
+/// The other's step may have been accounted for at full speed already: what it had too much of is taken from its
+/// engine's time afterwards, so that the sum over both directions is right in whatever order the steps came.
+pub(crate) fn occupy(dev: &mut Device, index: usize, ready: u64, duration: u64, bytes: u64) -> u64 {
+    let issue = issue_ns(dev).min(duration);
+    let total = dev.profile.bandwidth.bidirectional_total;
     let Some(engine) = dev.engines.get(index) else { return ready + duration };
-    let start = engine.clock_ns.max(ready);
-    let mut end = start + duration;
-    let speed = &dev.profile.bandwidth;
-    if let Some(total) = speed.bidirectional_total
-        && duration > 0
-    {
-        let other = dev.engines.iter().enumerate().filter(|(at, _)| *at != index && *at < 2);
-        let busy_until = other.map(|(_, engine)| engine.clock_ns).max().unwrap_or(0);
-        let alone = if index == 0 { speed.h2d_pinned } else { speed.d2h_pinned };
-        let slow = (alone / (total / 2.0)).max(1.0);
-        let shared = busy_until.saturating_sub(start);
-        let stretched = (duration as f64 * slow) as u64;
-        end = if shared >= stretched {
-            start + stretched
-        } else {
-            start + shared + duration.saturating_sub((shared as f64 / slow) as u64)
-        };
+    let start = engine.clock_ns.max(ready) + issue;
+    let work = duration - issue;
+    let other = 1 - index.min(1);
+    let mut mine = Ride::new(start, work, bytes);
+    if let (Some(total), true, Some(other)) = (total, index < 2 && bytes > 0, dev.engines.get_mut(other)) {
+        let mut at = 0;
+        while let Some(stretch) = other.stretches.get(at).copied() {
+            at += 1;
+            if mine.left == 0 || stretch.to <= mine.now {
+                continue;
+            }
+            mine.run_until(stretch.from, mine.alone);
+            if mine.left == 0 {
+                break;
+            }
+            let share = mine.alone.min((total - stretch.gbs).max(total / 2.0));
+            let before = mine.now;
+            mine.run_until(stretch.to, share);
+            // The other moves what is left of the link: the rest of its bytes follow later.
+            let excess = stretch.gbs - (total - share);
+            if excess > 0.0 {
+                let owed = at_rate((excess * (mine.now - before) as f64) as u64, total / 2.0);
+                other.stretches.push(Stretch { from: other.clock_ns, to: other.clock_ns + owed, gbs: total / 2.0 });
+                other.clock_ns += owed;
+            }
+        }
     }
+    let end = mine.finish();
+    let oldest = dev.engines.iter().map(|engine| engine.clock_ns).min().unwrap_or(0);
     if let Some(engine) = dev.engines.get_mut(index) {
         engine.clock_ns = end;
+        engine.stretches.retain(|stretch| stretch.to > oldest);
+        engine.stretches.extend(mine.ridden.into_iter().filter(|stretch| stretch.to > stretch.from));
     }
     end
+}
+
+/// A step's way over the link.
+struct Ride {
+    now: u64,
+    /// What is left, in nanoseconds at its own full rate.
+    left: u64,
+    /// Its rate when it is alone.
+    alone: f64,
+    ridden: Vec<Stretch>,
+}
+
+impl Ride {
+    fn new(start: u64, work: u64, bytes: u64) -> Self {
+        let alone = if work == 0 { 0.0 } else { bytes as f64 / work as f64 };
+        Self { now: start, left: work, alone, ridden: Vec::new() }
+    }
+
+    /// Goes on at a rate until a time, or its end.
+    fn run_until(&mut self, until: u64, rate: f64) {
+        if until <= self.now || self.left == 0 || rate <= 0.0 {
+            return;
+        }
+        let need = (self.left as f64 * self.alone / rate) as u64;
+        let span = need.min(until - self.now);
+        let done = if span == need { self.left } else { (span as f64 * rate / self.alone) as u64 };
+        self.ridden.push(Stretch { from: self.now, to: self.now + span, gbs: rate });
+        self.now += span;
+        self.left -= done.min(self.left);
+    }
+
+    /// The end of the step.
+    fn finish(&mut self) -> u64 {
+        if self.alone > 0.0 {
+            self.run_until(u64::MAX, self.alone);
+        }
+        self.now + std::mem::take(&mut self.left)
+    }
 }

@@ -43,6 +43,8 @@ pub(crate) struct Engine {
     pub(crate) busy: bool,
     pub(crate) queue: VecDeque<u64>,
     pub(crate) clock_ns: u64,
+    /// When it moves bytes, as far as the other engine may still meet it.
+    pub(crate) stretches: Vec<crate::clock::Stretch>,
 }
 
 impl Device {

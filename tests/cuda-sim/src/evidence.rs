@@ -121,7 +121,7 @@ pub(crate) fn live(st: &State, ctx: u64) -> Vec<String> {
 /// What is alive on a device, contexts included.
 pub(crate) fn leaks(st: &State, device: usize) -> Vec<String> {
     let mut found = st.devices.get(device).map(|d| d.evidence.leaks.clone()).unwrap_or_default();
-    for (handle, context) in st.contexts.iter().filter(|(_, context)| context.device == device) {
+    for (handle, _) in st.contexts.iter().filter(|(_, context)| context.device == device) {
         found.push(format!("context {handle:#x}"));
         found.extend(live(st, *handle));
     }

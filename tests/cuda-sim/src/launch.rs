@@ -15,7 +15,7 @@ use std::sync::Arc;
 /// A launch as it was asked for; the arguments are copied.
 #[derive(Debug, Clone)]
 pub(crate) struct KernelOp {
-    pub(crate) name: Arc<str>,
+    pub(crate) name: &'static str,
     pub(crate) kernel: KernelFn,
     pub(crate) grid: [u32; 3],
     pub(crate) block: [u32; 3],
@@ -52,7 +52,7 @@ pub(crate) fn prepare(st: &State, op: &KernelOp) -> Work {
         }
     }
     let body = Body::Kernel(Box::new(KernelJob { op: op.clone() }));
-    Work { uses, accesses, opens: true, ..Work::new("kernel", body, Lane::Thread) }
+    Work { uses, accesses, opens: true, ..Work::new(op.name, body, Lane::Thread) }
 }
 
 /// What a running kernel hands back to the driver when it wants memory.

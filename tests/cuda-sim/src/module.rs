@@ -5,8 +5,9 @@
 use crate::kernels::{KernelFn, Registry};
 use crate::ptx::{self, Entry};
 use crate::status::{INVALID_HANDLE, INVALID_PTX, NO_BINARY_FOR_GPU, NOT_FOUND, Res};
-use std::collections::HashMap;
-use std::sync::{Arc, LazyLock};
+use parking_lot::Mutex;
+use std::collections::{HashMap, HashSet};
+use std::sync::LazyLock;
 
 /// The kernels this driver knows.
 pub(crate) fn registry() -> &'static Registry {
@@ -32,10 +33,25 @@ struct Module {
 pub(crate) struct Function {
     module: u64,
     pub(crate) ctx: u64,
-    pub(crate) name: Arc<str>,
+    pub(crate) name: &'static str,
     pub(crate) params: Vec<usize>,
     pub(crate) kernel: KernelFn,
     pub(crate) attributes: HashMap<u32, i32>,
+}
+
+/// Names of kernels are kept for the life of the process: reports about steps use them.
+fn intern(name: &str) -> &'static str {
+    static NAMES: Mutex<Option<HashSet<&'static str>>> = Mutex::new(None);
+    let mut names = NAMES.lock();
+    let names = names.get_or_insert_default();
+    match names.get(name) {
+        Some(known) => known,
+        None => {
+            let name: &'static str = Box::leak(name.into());
+            names.insert(name);
+            name
+        }
+    }
 }
 
 /// Reads the text of a module.
@@ -63,7 +79,7 @@ impl Modules {
         let found = self.modules.get(&module).ok_or(INVALID_HANDLE)?;
         let entry = found.entries.iter().find(|entry| entry.name == name).ok_or(NOT_FOUND)?;
         let mut known = self.functions.iter();
-        if let Some((handle, _)) = known.find(|(_, known)| known.module == module && *known.name == *name) {
+        if let Some((handle, _)) = known.find(|(_, known)| known.module == module && known.name == name) {
             return Ok(*handle);
         }
         // An entry nobody registered a function for cannot run: better said here than at the launch.
@@ -71,7 +87,7 @@ impl Modules {
         let function = Function {
             module,
             ctx: found.ctx,
-            name: Arc::from(name),
+            name: intern(name),
             params: entry.params.clone(),
             kernel,
             attributes: HashMap::new(),

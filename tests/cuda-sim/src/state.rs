@@ -227,7 +227,6 @@ impl Stream {
 #[derive(Debug)]
 pub(crate) struct Event {
     pub(crate) ctx: u64,
-    pub(crate) device: usize,
     pub(crate) flags: u32,
     /// The step recorded last.
     pub(crate) recorded: Option<Arc<Step>>,

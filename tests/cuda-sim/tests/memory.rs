@@ -136,7 +136,7 @@ fn sizes_and_limits() {
         free(d);
         assert_eq!(code(sys::cuMemFree_v2(d)), 1);
         let mut kind = 0u32;
-        let vector = vec![0u8; 8];
+        let vector = [0u8; 8];
         assert_eq!(
             code(sys::cuPointerGetAttribute(
                 (&raw mut kind).cast(),
@@ -180,9 +180,8 @@ fn registration_answers_as_measured() {
     assert_eq!(unregister(fixed.as_ptr()), 1, "a block from cuMemHostAlloc");
     assert_eq!(register(fixed.as_ptr(), 100, 0), 712);
     // SAFETY: a fresh mapping.
-    let read_only = unsafe {
-        libc::mmap(null_mut(), 8192, libc::PROT_READ, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1, 0)
-    };
+    let read_only =
+        unsafe { libc::mmap(null_mut(), 8192, libc::PROT_READ, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1, 0) };
     assert_eq!(register(read_only.cast(), 8192, 0), 1, "a read-only mapping, flags 0");
     assert_eq!(register(read_only.cast(), 8192, 8), 0, "a read-only mapping, READ_ONLY");
     assert_eq!(unregister(read_only.cast()), 0);

@@ -19,7 +19,7 @@ export! {
                 return Err(INVALID_VALUE);
             }
             let handle = st.handle();
-            let made = Event { ctx: here.ctx, device: here.device, flags, recorded: None, captured: None };
+            let made = Event { ctx: here.ctx, flags, recorded: None, captured: None };
             st.events.insert(handle, made);
             event.set(handle)
         })

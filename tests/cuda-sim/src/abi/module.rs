@@ -213,7 +213,7 @@ fn launch(call: Call, function: u64, shape: Shape, params: In<In<u8>>, extra: In
             return Err(INVALID_VALUE);
         }
         let op = KernelOp {
-            name: function.name.clone(),
+            name: function.name,
             kernel: function.kernel,
             grid: shape.grid,
             block: shape.block,

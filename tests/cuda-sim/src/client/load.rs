@@ -132,7 +132,7 @@ fn candidates() -> (Vec<PathBuf>, Vec<PathBuf>) {
     for tier in [beside_executable(), library_path()] {
         // A library that was built earlier may lie around: the newest comes first.
         let mut tier_found: Vec<(SystemTime, PathBuf)> = tier.iter().flat_map(|dir| libraries_in(dir)).collect();
-        tier_found.sort_by(|a, b| b.0.cmp(&a.0));
+        tier_found.sort_by_key(|(built, _)| std::cmp::Reverse(*built));
         found.extend(tier_found.into_iter().map(|(_, path)| path));
         searched.extend(tier);
     }

@@ -147,16 +147,8 @@ impl Map {
         self.allocs.get(&id)
     }
 
-    pub(crate) fn get_mut(&mut self, id: u64) -> Option<&mut Alloc> {
-        self.allocs.get_mut(&id)
-    }
-
     pub(crate) fn all(&self) -> impl Iterator<Item = &Alloc> {
         self.allocs.values()
-    }
-
-    pub(crate) fn all_mut(&mut self) -> impl Iterator<Item = &mut Alloc> {
-        self.allocs.values_mut()
     }
 
     /// The allocation an address lies in.

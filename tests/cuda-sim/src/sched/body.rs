@@ -57,6 +57,8 @@ pub(crate) struct Work {
     pub(crate) after: Vec<Arc<Step>>,
     pub(crate) duration_ns: u64,
     pub(crate) latency_ns: u64,
+    /// Bytes it moves over the link.
+    pub(crate) link_bytes: u64,
 }
 
 impl Work {
@@ -71,6 +73,7 @@ impl Work {
             after: Vec::new(),
             duration_ns: 0,
             latency_ns: 0,
+            link_bytes: 0,
         }
     }
 }

@@ -34,6 +34,7 @@ pub(crate) struct Node {
     pub(crate) duration_ns: u64,
     /// Time until the host can see that it is done.
     pub(crate) latency_ns: u64,
+    link_bytes: u64,
     /// Allocations it uses.
     uses: Vec<u64>,
     /// The tracker waits to hear what it used.
@@ -132,6 +133,7 @@ fn enter(st: &mut State, place: Place, before: Vec<Arc<Step>>, work: Work, on_st
             ready_ns,
             duration_ns: work.duration_ns,
             latency_ns: work.latency_ns,
+            link_bytes: work.link_bytes,
             uses: work.uses,
             opened: work.opens,
             running: false,
@@ -239,7 +241,7 @@ pub(crate) fn complete(st: &mut State, id: u64, done: Done) {
     let mut end = node.ready_ns + duration;
     if let Some(dev) = st.devices.get_mut(step.device) {
         if let Lane::Engine(index) = node.lane {
-            end = crate::clock::occupy(dev, index, node.ready_ns, duration);
+            end = crate::clock::occupy(dev, index, node.ready_ns, duration, node.link_bytes);
             if node.running
                 && let Some(engine) = dev.engines.get_mut(index)
             {

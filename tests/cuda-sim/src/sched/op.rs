@@ -131,7 +131,7 @@ pub(crate) fn prepare(st: &mut State, device: usize, op: &Op) -> Res<Prepared> {
 
 fn word(st: &State, addr: u64, wide: bool) -> Res<Span> {
     let len = if wide { 8 } else { 4 };
-    if addr % len != 0 {
+    if !addr.is_multiple_of(len) {
         return Err(INVALID_VALUE);
     }
     st.memory.span(addr, len).ok().flatten().ok_or(INVALID_VALUE)
@@ -211,13 +211,14 @@ fn prepare_copy(st: &mut State, device: usize, op: &CopyOp) -> Res<Prepared> {
         lost,
     });
     let uses = [src.alloc, dst.alloc].into_iter().filter(|alloc| *alloc != 0).collect();
-    let work = Work { accesses, uses, duration_ns, latency_ns, ..Work::new(op.what, body, lane) };
+    let link_bytes = if matches!(lane, Lane::Engine(_)) { bytes } else { 0 };
+    let work = Work { accesses, uses, duration_ns, latency_ns, link_bytes, ..Work::new(op.what, body, lane) };
     Ok(Prepared { work, blocks })
 }
 
 fn prepare_fill(st: &mut State, device: usize, op: &FillOp) -> Res<Work> {
     let width = op.width.checked_mul(op.element).ok_or(INVALID_VALUE)?;
-    if op.height > 1 && op.pitch < width || op.addr % op.element != 0 {
+    if op.height > 1 && op.pitch < width || !op.addr.is_multiple_of(op.element) {
         return Err(INVALID_VALUE);
     }
     let to = End { addr: op.addr, pitch: op.pitch, side: Side::Device };

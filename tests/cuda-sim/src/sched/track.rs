@@ -83,6 +83,8 @@ impl Tracker {
                 found.push(sentence(&entry.step, other, step, access));
             }
         }
+        // What meets an earlier use that this one covers, on the same stream, meets this one as well.
+        list.retain(|entry| !(covers(access, entry.access) && precedes(&entry.step, step)));
         list.push(Entry { access, step: Arc::clone(step) });
         found
     }
@@ -121,15 +123,16 @@ impl Tracker {
             set.remove(&step.submitted);
         }
     }
+}
 
-    /// Forgets uses in memory outside any allocation that can meet no other.
-    pub(crate) fn sweep(&mut self) {
-        let open = &self.open;
-        self.entries.retain(|_, list| {
-            list.retain(|entry| needed(open, &entry.step));
-            !list.is_empty()
-        });
-    }
+fn covers(new: Access, old: Access) -> bool {
+    new.start <= old.start
+        && old.end <= new.end
+        && (new.how == old.how || (new.how, old.how) == (Use::Write, Use::Read))
+}
+
+fn precedes(old: &Step, new: &Step) -> bool {
+    old.stream == new.stream && old.seq < new.seq
 }
 
 /// Whether a use can still meet one that is not noted yet.
