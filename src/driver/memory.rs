@@ -236,7 +236,7 @@ fn after_every_thread(context: &Arc<Context>, stream: &Stream) -> Result<()> {
 
 /// After cudarc ordered a stream: where it parked an error instead, waits for everything.
 fn ordered(context: &Context) -> Result<()> {
-    if context.cuda().check_err().is_err() { synchronize(context.cuda()) } else { Ok(()) }
+    if context.take_parked() { synchronize(context.cuda()) } else { Ok(()) }
 }
 
 /// Tells cudarc's tracking of a slice that goes to the caller that all of ours lies before this point of `stream`. Where

@@ -49,7 +49,8 @@ fn values_come_back_from_a_refusal() {
     assert!(refused.error.is_invalid_input() && refused.error.to_string().contains("[4]"), "{}", refused.error);
     let refused = gpu.device.tensor().strategy(Strategy::Coherent).from_vec(refused.value, [3]).unwrap_err();
     assert!(refused.error.is_unsupported(), "{}", refused.error);
-    let refused = gpu.device.tensor().backing(Backing::Device).strategy(Strategy::ZeroCopy).from_vec(refused.value, [3]);
+    let refused =
+        gpu.device.tensor().backing(Backing::Device).strategy(Strategy::ZeroCopy).from_vec(refused.value, [3]);
     let refused = refused.unwrap_err();
     assert!(refused.error.is_unsupported(), "{}", refused.error);
     assert_eq!(refused.value.as_ptr(), address);
@@ -223,9 +224,8 @@ fn raw_host_memory_is_used_in_place_until_its_owner_may_go() {
         assert_eq!(memory, pattern(10_000, 4));
         // A bad address: the owner goes at once.
         // SAFETY: refused before it is looked at.
-        let refused = unsafe {
-            gpu.device.tensor().from_raw_host(start.add(1).cast::<u16>(), [2], Owner(alive.clone()))
-        };
+        let refused =
+            unsafe { gpu.device.tensor().from_raw_host(start.add(1).cast::<u16>(), [2], Owner(alive.clone())) };
         let aligned = (start.as_ptr() as usize + 1).is_multiple_of(2);
         assert!(aligned || refused.unwrap_err().is_invalid_input());
         drain(&gpu.device);

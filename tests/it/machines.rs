@@ -60,7 +60,9 @@ pub(crate) fn xor_on_host(bytes: &mut [u8]) {
 
 /// Bytes that are not all alike, and differ from those of another seed.
 pub(crate) fn pattern(len: usize, seed: u64) -> Vec<u8> {
-    (0..len as u64).map(|i| (i.wrapping_mul(31).wrapping_add(seed.wrapping_mul(97)) >> 1) as u8 ^ (i >> 8) as u8).collect()
+    (0..len as u64)
+        .map(|i| (i.wrapping_mul(31).wrapping_add(seed.wrapping_mul(97)) >> 1) as u8 ^ (i >> 8) as u8)
+        .collect()
 }
 
 /// Waits until what was dropped has been freed.

@@ -65,7 +65,9 @@ fn a_container_binds_an_integrated_gpu() {
 
 #[test]
 fn a_meminfo_that_is_missing_or_garbled_is_a_note() {
-    for text in [None, Some(""), Some("MemAvailable: plenty kB\n"), Some("\u{0}\u{1}\n:::"), Some("MemAvailable: -5 kB")] {
+    for text in
+        [None, Some(""), Some("MemAvailable: plenty kB\n"), Some("\u{0}\u{1}\n:::"), Some("MemAvailable: -5 kB")]
+    {
         let Ok(cuda_sim::Driver::Simulated) = cuda_sim::install_from_env() else { return };
         let sim = cuda_sim::device(SPARK).unwrap();
         sim.set_mem_info(gib(41.52), gib(121.69));
@@ -149,7 +151,8 @@ fn an_h200_is_a_discrete_gpu() {
 #[test]
 fn the_total_is_the_drivers_whatever_else_is_said() {
     let mut totals = Vec::new();
-    let answers = [None, Some((0, 0)), Some((gib(41.0), gib(121.69))), Some((8128 * MIB, 8128 * MIB)), Some((u64::MAX, 1))];
+    let answers =
+        [None, Some((0, 0)), Some((gib(41.0), gib(121.69))), Some((8128 * MIB, 8128 * MIB)), Some((u64::MAX, 1))];
     for answer in answers {
         let Some(gpu) = built(DeviceBuilder::new(SPARK).host(full_of_page_cache())) else { return };
         let sim = gpu.sim.as_ref().unwrap();
@@ -263,11 +266,7 @@ fn file_pages_in_gpu_memory_are_listed_apart() {
     let sim = gpu.sim.as_ref().unwrap();
     sim.set_mem_info(40 * GIB, 95 * GIB);
     let node = gpu.device.platform().attributes().numa_id.unwrap();
-    let text = format!(
-        "Node {node} MemTotal: {} kB\nNode {node} FilePages: {} kB\n",
-        95 * GIB / 1024,
-        60 * GIB / 1024
-    );
+    let text = format!("Node {node} MemTotal: {} kB\nNode {node} FilePages: {} kB\n", 95 * GIB / 1024, 60 * GIB / 1024);
     fs::write(sim.host_root().join(format!("sys/devices/system/node/node{node}/meminfo")), text).unwrap();
     let memory = gpu.device.memory();
     assert_eq!(memory.reclaimable_bytes, Some(60 * GIB));
@@ -315,7 +314,8 @@ fn a_driver_figure_that_moves_is_a_range() {
 #[test]
 fn uncached_mapped_memory_is_no_choice_for_data_that_is_reused() {
     for (capability, coherent) in [((6, 2), false), ((7, 2), true), ((8, 7), true)] {
-        let builder = DeviceBuilder::new("jetson_agx_orin_64gb").attribute(75, capability.0).attribute(76, capability.1);
+        let builder =
+            DeviceBuilder::new("jetson_agx_orin_64gb").attribute(75, capability.0).attribute(76, capability.1);
         let Some(gpu) = built(builder) else { return };
         assert_eq!(gpu.device.platform().capabilities().io_coherent, coherent);
         for bytes in [64 << 10, 8 * MIB, 256 * MIB] {
