@@ -30,7 +30,7 @@ use self::view::{Window, part_doc};
 use crate::device::Device;
 use crate::driver::managed::{self, Advice, Location};
 use crate::driver::{Event, Stream};
-use crate::element::Element;
+use crate::element::{DType, Element};
 use crate::error::{Error, Kind, Refused, Result};
 use crate::layout::Shape;
 use crate::plan::{Backing, Decision, Strategy};
@@ -553,6 +553,12 @@ impl<T: Element> fmt::Debug for TransferTensor<T> {
 }
 
 impl TransferTensor<u8> {
+    /// Whether every element is a value of `T`. Once it is, cudarc may be asked to copy them to a `Vec<T>`, where nobody
+    /// looks at them before. Only `bool` takes looking.
+    fn check_values<T: Element>(&self) -> Result<()> {
+        if T::DTYPE == DType::Bool { crate::element::validate::<T>(&self.host()?) } else { Ok(()) }
+    }
+
     /// The same bytes as elements of another type, if they are aligned for it.
     fn retype<T: Element>(mut self, shape: Shape) -> Result<TransferTensor<T>, (Error, Self, Shape)> {
         let misaligned = self.store.with_state(|state| {
@@ -563,6 +569,9 @@ impl TransferTensor<u8> {
         });
         if let Some(value) = misaligned {
             let error = Error::new(Kind::Misaligned { what: "the address", value, align: align_of::<T>() });
+            return Err((error, self, shape));
+        }
+        if let Err(error) = self.check_values::<T>() {
             return Err((error, self, shape));
         }
         if let Some(store) = Arc::get_mut(&mut self.store) {
