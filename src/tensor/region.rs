@@ -143,6 +143,7 @@ impl Region {
         if conflicts.is_empty() {
             return Ok(());
         }
+        let _range = crate::trace::range(c"wait", range.len());
         let mut passed = Vec::with_capacity(conflicts.len());
         for conflict in conflicts {
             conflict.pending.wait()?;
