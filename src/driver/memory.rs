@@ -2,6 +2,7 @@
 //! made sure that it is done (`tensor::region` does).
 
 use std::any::Any;
+use std::panic::AssertUnwindSafe;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -237,6 +238,35 @@ fn after_every_thread(context: &Arc<Context>, stream: &Stream) -> Result<()> {
 /// After cudarc ordered a stream: where it parked an error instead, waits for everything.
 fn ordered(context: &Context) -> Result<()> {
     if context.take_parked() { synchronize(context.cuda()) } else { Ok(()) }
+}
+
+/// Makes a slice belong to `stream`, on which its uses are ordered already: cudarc frees it there, and in single-stream
+/// mode takes it for granted that it is used nowhere else.
+///
+/// # Errors
+/// The driver refused events for it. The memory is leaked, and counted, if that is not seen in time.
+pub(crate) fn rehome_slice<T: Element>(
+    context: &Context,
+    slice: CudaSlice<T>,
+    stream: &Stream,
+) -> Result<CudaSlice<T>> {
+    if slice.stream().cu_stream() == stream.handle() && Arc::ptr_eq(slice.stream().context(), stream.cuda().context()) {
+        return Ok(slice);
+    }
+    let _bound = context.enter()?;
+    let elements = slice.len();
+    let address = slice.leak();
+    context.clear_stale();
+    // It panics where events can not be made: the device faulted, or another thread parked an error just now.
+    #[allow(clippy::disallowed_methods)] // A panic is caught, and the stale error gone (above).
+    let made = std::panic::catch_unwind(AssertUnwindSafe(|| {
+        // SAFETY: the address was just taken out of a slice of as many elements; `stream` is ordered after its uses.
+        unsafe { stream.cuda().upgrade_device_ptr::<T>(address, elements) }
+    }));
+    made.map_err(|_panic| {
+        context.count_leak();
+        Error::unsupported("a CudaSlice", "cudarc could not make its events; the memory is leaked")
+    })
 }
 
 /// Tells cudarc's tracking of a slice that goes to the caller that all of ours lies before this point of `stream`. Where

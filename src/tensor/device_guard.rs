@@ -54,7 +54,8 @@ struct Access<'a, T: Element> {
 
 struct Used {
     region: Arc<Region>,
-    id: UseId,
+    /// The guard's own use.
+    guard: UseId,
     write: bool,
     /// The guard's own use, and those of the copies that were made for it.
     submitted: Submitted,
@@ -88,7 +89,7 @@ impl<'a, T: Element> Access<'a, T> {
         access.address = region.device()? + range.start as u64;
         let id = region.open(&access.stream, range, write);
         submitted.push(&region, id);
-        access.used = Some(Used { region, id, write, submitted });
+        access.used = Some(Used { region, guard: id, write, submitted });
         Ok(access)
     }
 
@@ -107,7 +108,7 @@ impl<'a, T: Element> Access<'a, T> {
         crate::driver::stream::check_not_capturing(stream.cu_stream(), "handing an address to a stream")?;
         if used.write && self.lent.get() {
             // What another stream was given before comes first, and has no event to wait for.
-            used.region.wait_foreign(used.id)?;
+            used.region.wait_foreign(used.guard)?;
             self.lent.set(false);
         }
         if !same {
@@ -118,7 +119,7 @@ impl<'a, T: Element> Access<'a, T> {
             };
             crate::driver::stream::wait_on(stream, &event)?;
             // From here on the address may be in use where we can not see it.
-            used.region.mark_foreign(used.id, stream.context(), write || used.write);
+            used.region.mark_foreign(used.guard, stream.context(), write || used.write);
             self.lent.set(true);
             self.foreign.set(true);
         }
@@ -141,7 +142,7 @@ impl<T: Element> Drop for Access<'_, T> {
         }
         let Some(used) = &mut self.used else { return };
         if self.foreign.get() {
-            used.region.close_foreign(used.id, !self.lent.get());
+            used.region.close_foreign(used.guard, !self.lent.get());
         }
         let Some(device) = used.region.on() else { return };
         // If any of this fails the use stays open, and whoever comes next waits for the whole stream.

@@ -13,7 +13,7 @@ use super::{TransferTensor, check_elements};
 use crate::device::Device;
 use crate::driver::memory::{Managed, Registration, SharedSlice, adopt_slice, slice_address};
 use crate::driver::{Event, Stream};
-use crate::element::{Element, bytes_of};
+use crate::element::{Element, bytes_of, validate};
 use crate::error::{Error, Kind, Refused, Result};
 use crate::layout::Shape;
 use crate::os::Block;
@@ -292,7 +292,8 @@ impl<'d> TensorOptions<'d> {
     /// ```
     ///
     /// # Errors
-    /// The range lies outside, is misaligned or of another size; as [`zeros`](Self::zeros).
+    /// The range lies outside, is misaligned or of another size; a byte is no value of the type (`bool`); as
+    /// [`zeros`](Self::zeros).
     pub fn from_shared_bytes<T: Element, O>(
         self,
         owner: Arc<O>,
@@ -304,6 +305,7 @@ impl<'d> TensorOptions<'d> {
     {
         let shape = shape.into();
         let part = shared_part::<T>(AsRef::<[u8]>::as_ref(&*owner), &bytes, &shape)?;
+        validate::<T>(part)?;
         let mut decision = self.decide(bytes.len(), HostMemory::ReadOnly)?;
         let read_only = Some(SHARED_MEMORY);
         if bytes.is_empty() {

@@ -279,9 +279,10 @@ fn retire(device: &Device, owner: Owner, pending: Vec<Pending>) {
                 Err(_) => {
                     let mut pending = pending;
                     if !stream.is_per_thread() {
-                        pending.push(Pending::Capture(stream));
+                        pending.push(Pending::Capture(stream.clone()));
                     }
-                    free_later(context, device.waiter(), slice, pending);
+                    // The stream stays as long: it may be ours, and the slice is freed on it.
+                    free_later(context, device.waiter(), Box::new((slice, stream)), pending);
                 }
             }
         }

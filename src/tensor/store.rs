@@ -317,8 +317,6 @@ impl Store {
     }
 
     fn new_device_region(&self, device: &Device, stream: &Stream) -> Result<Region> {
-        // A slice may outlive everything of ours, so it is never allocated on a stream that ends with us... unless that
-        // stream is made to stay (`Stream::keep`), see `into_cuda_slice`.
         let allocate = || (self.allocate)(device, stream, self.bytes);
         let (slice, address) = allocate().or_else(|error| retry_after_drain(device, error, allocate))?;
         let owner = Owner::Device { slice, stream: stream.clone(), shared: false };
