@@ -506,6 +506,9 @@ impl<T: Element> TransferTensor<T> {
     /// # Errors
     /// As [`host`](Self::host).
     pub fn release_device(&mut self) -> Result<u64> {
+        if self.is_empty() {
+            return Ok(0);
+        }
         let all = 0..self.store.bytes();
         let region = self.store.on_host(&all, false)?;
         region.wait(&all, false)?;
@@ -522,7 +525,7 @@ impl<T: Element> TransferTensor<T> {
     /// # Errors
     /// As [`device`](Self::device).
     pub fn release_host(&mut self, stream: &Arc<CudaStream>) -> Result<u64> {
-        if self.strategy() != Strategy::Streamed {
+        if self.strategy() != Strategy::Streamed || self.is_empty() {
             return Ok(0);
         }
         drop(self.device(stream)?);
