@@ -68,6 +68,14 @@ impl Slots {
 }
 
 impl Staging {
+    /// Takes the slots out, each with the copy that may still use it: for the end, when they are to be freed.
+    pub(crate) fn take(&mut self) -> Vec<(Pinned, Option<Arc<Event>>)> {
+        match std::mem::take(self.slots.get_mut()) {
+            Slots::Ready(slots) => slots.into_iter().map(|slot| (slot.memory, slot.busy)).collect(),
+            Slots::Untried | Slots::Refused => Vec::new(),
+        }
+    }
+
     /// Copies `bytes` bytes of pageable memory to the device, in the order of `stream`. On return the source has been read;
     /// the device has the bytes once the stream has passed.
     ///

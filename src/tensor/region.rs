@@ -9,6 +9,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 use super::track::{Conflict, Track, UseId};
+use crate::complete::free_later;
 use crate::device::Device;
 use crate::driver::memory::drop_bound;
 use crate::driver::{Event, Pending, Stream};
@@ -238,7 +239,7 @@ fn retire(device: &Device, owner: Owner, pending: Vec<Pending>) {
     }
     match owner {
         Owner::Host(any) if pending.is_empty() => drop(any),
-        Owner::Host(any) | Owner::Slow(any) => later(device, any, pending),
+        Owner::Host(any) | Owner::Slow(any) => free_later(context, device.waiter(), any, pending),
         Owner::Device { slice, stream, adopted } => {
             let in_order = free_in_order(device, &stream, adopted, &pending);
             match in_order {
@@ -246,7 +247,7 @@ fn retire(device: &Device, owner: Owner, pending: Vec<Pending>) {
                 Err(_) => {
                     let mut pending = pending;
                     pending.push(Pending::Capture(stream));
-                    later(device, slice, pending);
+                    free_later(context, device.waiter(), slice, pending);
                 }
             }
         }
@@ -281,18 +282,4 @@ fn free_in_order(device: &Device, stream: &Stream, adopted: bool, pending: &[Pen
         stream.wait_for(&Event::record(context, &legacy)?)?;
     }
     Ok(())
-}
-
-fn later(device: &Device, any: Box<dyn Any + Send>, pending: Vec<Pending>) {
-    let context = device.context().clone();
-    let leak = context.clone();
-    // Kept in a `ManuallyDrop`, so that a job which never runs leaks rather than frees.
-    let any = std::mem::ManuallyDrop::new(any);
-    let then = Box::new(move |passed: Result<()>| match passed {
-        Ok(()) => drop_bound(&context, std::mem::ManuallyDrop::into_inner(any)),
-        Err(_) => context.count_leak(),
-    });
-    if device.waiter().submit(pending, then).is_err() {
-        leak.count_leak();
-    }
 }

@@ -259,7 +259,7 @@ impl Drop for Flag {
 
 /// What the kernel `xor_index_u8` applies to byte `index`.
 pub(crate) fn index_hash(index: usize) -> u8 {
-    cuda_sim::kernels::builtin::index_hash(index as u64)
+    cuda_sim::kernels::index_hash(index as u64)
 }
 
 /// The kernels of the simulator's `kernels.cu`, on either driver.
