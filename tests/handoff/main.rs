@@ -6,7 +6,6 @@ mod hostile;
 mod parts;
 
 // The example's own parts, for what can not be seen from outside.
-#[allow(dead_code, unreachable_pub, reason = "the example uses the rest")]
 #[path = "../../examples/common/mod.rs"]
 mod common;
 #[allow(dead_code, reason = "the example uses the rest")]
