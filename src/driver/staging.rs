@@ -13,11 +13,11 @@ use super::copy;
 use super::event::Event;
 use super::memory::Pinned;
 use super::stream::Stream;
-use crate::copy::chunks;
+use crate::copy::{STAGED_PIECE, chunks};
 use crate::error::Result;
 
-/// Bytes of one slot. 4 MiB pieces reach 0.96 of the H200's link (docs/benchmarks.md has the sweep).
-pub(crate) const SLOT: usize = 4 << 20;
+/// Bytes of one slot.
+const SLOT: usize = STAGED_PIECE;
 
 /// The slots of one direction of one device. Copies that need them take turns.
 #[derive(Debug, Default)]
