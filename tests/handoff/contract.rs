@@ -104,8 +104,6 @@ fn the_sample_has_every_kind_of_tensor() {
 
 /// A Spark whose driver refuses some kinds of host memory.
 const REFUSALS: &str = r#"
-[platform.base.attributes]
-integrated = 1
 [platform.register.attributes]
 integrated = 1
 pageable_memory_access = 1
