@@ -87,10 +87,6 @@ impl Error {
         Self::new(Kind::Overflow { what: what.into() })
     }
 
-    pub(crate) fn kind(&self) -> &Kind {
-        &self.kind
-    }
-
     /// No usable CUDA driver: none installed, the toolkit's stub library, or no device.
     pub fn is_no_driver(&self) -> bool {
         matches!(*self.kind, Kind::NoDriver { .. } | Kind::MissingSymbol { .. })

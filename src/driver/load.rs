@@ -46,6 +46,7 @@ const REQUIRED: &[&str] = &[
     "cuStreamCreate",
     "cuStreamDestroy_v2",
     "cuStreamSynchronize",
+    "cuStreamQuery",
     "cuStreamWaitEvent",
     "cuStreamIsCapturing",
     "cuEventCreate",

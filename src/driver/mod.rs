@@ -1,7 +1,20 @@
 //! The only place that calls `cudarc::driver::{sys, result}`.
 
 pub(crate) mod call;
+pub(crate) mod context;
+pub(crate) mod copy;
+pub(crate) mod event;
 pub(crate) mod load;
+pub(crate) mod managed;
+pub(crate) mod memory;
+pub(crate) mod pending;
+pub(crate) mod probe;
+pub(crate) mod staging;
+pub(crate) mod stream;
 
 pub(crate) use call::{Bound, check};
+pub(crate) use context::{Context, Way};
+pub(crate) use event::Event;
 pub(crate) use load::Driver;
+pub(crate) use pending::Pending;
+pub(crate) use stream::Stream;

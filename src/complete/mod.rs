@@ -1,0 +1,7 @@
+//! Completion: who is told, and when, that the device has passed a point.
+
+pub(crate) mod signal;
+pub(crate) mod waiter;
+
+pub(crate) use signal::Signal;
+pub(crate) use waiter::Waiter;

@@ -1,0 +1,180 @@
+//! One thread a device that waits in place of others: it frees memory once the device is done with it, and wakes tasks.
+//!
+//! It asks for every job in turn, more and more rarely while nothing happens (20 µs to 1 ms), and sleeps when there is no
+//! job. A job whose completion can not be established, because the device faulted, ends with that error.
+
+use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::time::Duration;
+
+use parking_lot::{Condvar, Mutex};
+
+use crate::driver::{Driver, Pending};
+use crate::error::{Error, Kind, Result};
+
+const SHORTEST: Duration = Duration::from_micros(20);
+const LONGEST: Duration = Duration::from_millis(1);
+
+/// What happens once all of a job has passed, or can not be waited for.
+pub(crate) type Then = Box<dyn FnOnce(Result<()>) + Send>;
+
+struct Job {
+    pending: VecDeque<Front>,
+    then: Then,
+}
+
+/// What a job waits for next.
+enum Front {
+    Poll(Pending),
+    /// A thread blocks for it and leaves the answer here.
+    Blocked(Arc<Mutex<Option<Result<()>>>>),
+}
+
+/// The handle; dropping it lets the thread finish its jobs and end.
+pub(crate) struct Waiter {
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    queue: Mutex<Queue>,
+    /// Told of every new job and of the end, and, for `drain`, of every job that is done.
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct Queue {
+    new: Vec<Job>,
+    /// Jobs not finished, wherever they are.
+    open: usize,
+    started: bool,
+    closed: bool,
+}
+
+impl Waiter {
+    pub(crate) fn new() -> Self {
+        Self { shared: Arc::new(Shared { queue: Mutex::new(Queue::default()), changed: Condvar::new() }) }
+    }
+
+    /// Runs `then` on the waiter's thread once all of `pending` has passed.
+    ///
+    /// # Errors
+    /// The thread could not be started: `then` comes back, and has not run.
+    pub(crate) fn submit(&self, pending: Vec<Pending>, then: Then) -> Result<(), (Error, Then)> {
+        let mut queue = self.shared.queue.lock();
+        if !queue.started {
+            let shared = self.shared.clone();
+            let thread = std::thread::Builder::new().name("transfer-wait".into()).spawn(move || run(&shared));
+            if let Err(error) = thread {
+                return Err((Error::new(Kind::Thread { what: format!("transfer-wait: {error}") }), then));
+            }
+            queue.started = true;
+        }
+        queue.new.push(Job { pending: pending.into_iter().map(Front::Poll).collect(), then });
+        queue.open += 1;
+        self.shared.changed.notify_all();
+        Ok(())
+    }
+
+    /// Blocks until every job submitted so far is done, or `timeout` is over; whether it was.
+    pub(crate) fn drain(&self, timeout: Duration) -> bool {
+        let deadline = std::time::Instant::now() + timeout;
+        let mut queue = self.shared.queue.lock();
+        while queue.open > 0 {
+            if self.shared.changed.wait_until(&mut queue, deadline).timed_out() {
+                return queue.open == 0;
+            }
+        }
+        true
+    }
+}
+
+impl Drop for Waiter {
+    fn drop(&mut self) {
+        // A forked child has neither the thread nor, perhaps, a free lock.
+        if Driver::get().is_err() {
+            return;
+        }
+        self.shared.queue.lock().closed = true;
+        self.shared.changed.notify_all();
+    }
+}
+
+impl std::fmt::Debug for Waiter {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Waiter").field("open", &self.shared.queue.lock().open).finish()
+    }
+}
+
+fn run(shared: &Shared) {
+    let mut jobs: Vec<Job> = Vec::new();
+    let mut pause = SHORTEST;
+    loop {
+        {
+            let mut queue = shared.queue.lock();
+            while jobs.is_empty() && queue.new.is_empty() {
+                if queue.closed {
+                    return;
+                }
+                shared.changed.wait(&mut queue);
+            }
+            if !jobs.is_empty() && queue.new.is_empty() {
+                shared.changed.wait_for(&mut queue, pause);
+            }
+            if !queue.new.is_empty() {
+                pause = SHORTEST;
+                jobs.append(&mut queue.new);
+            }
+        }
+        let before = jobs.len();
+        jobs = jobs.into_iter().filter_map(|job| step(job, shared)).collect();
+        let done = before - jobs.len();
+        pause = if done > 0 { SHORTEST } else { (pause * 2).min(LONGEST) };
+    }
+}
+
+/// Asks once for a job: hands it back while it is not over.
+fn step(mut job: Job, shared: &Shared) -> Option<Job> {
+    while let Some(front) = job.pending.front_mut() {
+        let answer = match front {
+            Front::Poll(pending) if pending.pollable() => pending.poll(),
+            Front::Poll(pending) => match block_elsewhere(pending) {
+                Ok(answer) => {
+                    *front = Front::Blocked(answer);
+                    return Some(job);
+                }
+                Err(error) => Err(error),
+            },
+            Front::Blocked(answer) => answer.lock().take().map_or(Ok(false), |result| result.map(|()| true)),
+        };
+        match answer {
+            Ok(true) => drop(job.pending.pop_front()),
+            Ok(false) => return Some(job),
+            Err(error) => {
+                finish(job, Err(error), shared);
+                return None;
+            }
+        }
+    }
+    finish(job, Ok(()), shared);
+    None
+}
+
+/// A wait that blocks gets a thread of its own, so that the other jobs go on. Rare: a guard that was forgotten on another
+/// thread's default stream, or a pointer given to a foreign stream.
+fn block_elsewhere(pending: &Pending) -> Result<Arc<Mutex<Option<Result<()>>>>> {
+    let answer = Arc::new(Mutex::new(None));
+    let (pending, result) = (pending.clone(), answer.clone());
+    let wait = move || *result.lock() = Some(pending.wait());
+    match std::thread::Builder::new().name("transfer-sync".into()).spawn(wait) {
+        Ok(_detached) => Ok(answer),
+        Err(error) => Err(Error::new(Kind::Thread { what: format!("transfer-sync: {error}") })),
+    }
+}
+
+fn finish(job: Job, result: Result<()>, shared: &Shared) {
+    // A panic in a caller's owner or waker is his; the other jobs go on.
+    let _ = catch_unwind(AssertUnwindSafe(move || (job.then)(result)));
+    shared.queue.lock().open -= 1;
+    shared.changed.notify_all();
+}

@@ -1,0 +1,41 @@
+//! How a large copy is cut. Pure.
+#![deny(unsafe_code)]
+
+use std::ops::Range;
+
+/// Cuts `0..bytes` into pieces of `size` bytes, the last one shorter; with their numbers. `size` 0 counts as 1.
+pub(crate) fn chunks(bytes: usize, size: usize) -> impl Iterator<Item = (usize, Range<usize>)> {
+    let size = size.max(1);
+    (0..bytes.div_ceil(size)).map(move |index| {
+        let start = index * size;
+        (index, start..bytes.min(start.saturating_add(size)))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn chunks_cover_everything_once(bytes in 0usize..10_000, size in 0usize..300) {
+            let pieces: Vec<_> = chunks(bytes, size).collect();
+            let mut end = 0;
+            for (number, (index, range)) in pieces.iter().enumerate() {
+                prop_assert_eq!(*index, number);
+                prop_assert_eq!(range.start, end);
+                prop_assert!(!range.is_empty() && range.len() <= size.max(1));
+                end = range.end;
+            }
+            prop_assert_eq!(end, bytes);
+        }
+    }
+
+    #[test]
+    fn the_largest_sizes_do_not_overflow() {
+        let last = chunks(usize::MAX, usize::MAX - 1).last();
+        assert_eq!(last, Some((1, usize::MAX - 1..usize::MAX)));
+    }
+}

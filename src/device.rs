@@ -1,0 +1,173 @@
+//! One GPU as this crate uses it: the caller's context and stream, the platform, and what transfers share.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use cudarc::driver::{CudaContext, CudaStream};
+
+use crate::complete::Waiter;
+use crate::driver::context::cudarc_error;
+use crate::driver::staging::Staging;
+use crate::driver::{Context, Driver};
+use crate::error::{Error, Result};
+use crate::plan::{Decision, Request, plan};
+use crate::platform::{Detector, MemoryFigures, Platform};
+use crate::tensor::TensorOptions;
+
+/// A GPU that tensors are made for: a handle, cheap to clone, to use from any thread.
+///
+/// It works inside the context it is given and leaves that as it found it: the current context of the calling thread, its
+/// stream capture mode and cudarc's single-stream mode stay what they were.
+///
+/// ```
+/// # cuda_sim::install().unwrap();
+/// # let gpu = cuda_sim::device("x86_h200_sxm_gen5").unwrap();
+/// # let ordinal = gpu.ordinal();
+/// use transfer_tensor::{Device, cudarc::driver::CudaContext};
+///
+/// let stream = CudaContext::new(ordinal)?.default_stream();
+/// let device = Device::new(&stream)?;
+/// println!("{}", device.platform());
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct Device(Arc<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    context: Arc<Context>,
+    stream: Arc<CudaStream>,
+    platform: Platform,
+    memory: MemoryFigures,
+    waiter: Waiter,
+    up: Staging,
+    down: Staging,
+}
+
+/// What went on behind a [`Device`]'s calls.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
+#[non_exhaustive]
+pub struct DeviceStats {
+    /// Allocations that are kept for ever, because the device faulted or the driver was gone before it was known to be
+    /// done with them.
+    pub leaked: u64,
+    /// Errors of other calls that were found parked in the `CudaContext` and taken out of the way of ours.
+    pub stale_errors: u64,
+    /// Frees that the driver refused.
+    pub free_errors: u64,
+}
+
+impl Device {
+    /// The device of `stream`'s context, detected with the defaults of [`Detector`].
+    ///
+    /// # Errors
+    /// There is no usable driver.
+    pub fn new(stream: &Arc<CudaStream>) -> Result<Self> {
+        Self::with_detector(stream, &Detector::default())
+    }
+
+    /// As [`new`](Device::new), with a detector of the caller's: another root for `/proc` and `/sys`, a forced strategy.
+    ///
+    /// # Errors
+    /// As [`new`](Device::new).
+    pub fn with_detector(stream: &Arc<CudaStream>, detector: &Detector) -> Result<Self> {
+        Driver::get()?;
+        let platform = detector.detect_in(stream.context());
+        let memory = platform.memory_in(stream.context());
+        Ok(Self(Arc::new(Inner {
+            context: Context::new(stream.context().clone()),
+            stream: stream.clone(),
+            platform,
+            memory,
+            waiter: Waiter::new(),
+            up: Staging::default(),
+            down: Staging::default(),
+        })))
+    }
+
+    /// The device with this ordinal: its primary context and default stream.
+    ///
+    /// # Errors
+    /// There is no usable driver, or no such device.
+    pub fn open(ordinal: usize) -> Result<Self> {
+        Driver::get()?;
+        let context = CudaContext::new(ordinal).map_err(|error| cudarc_error("cuDevicePrimaryCtxRetain", error))?;
+        Self::new(&context.default_stream())
+    }
+
+    /// Starts a tensor of this device.
+    pub fn tensor(&self) -> TensorOptions<'_> {
+        TensorOptions::new(self)
+    }
+
+    /// Plans a transfer on this device, with the memory that is free now.
+    ///
+    /// # Errors
+    /// As [`plan`](crate::plan()).
+    pub fn plan(&self, request: &Request) -> Result<Decision> {
+        // Asking the driver and the system for free memory takes longer than planning: small tensors do with what was free
+        // at first.
+        let small = request.bytes < self.0.memory.free_bytes / 1024;
+        if small {
+            plan(&self.0.platform, &self.0.memory, request)
+        } else {
+            plan(&self.0.platform, &self.memory(), request)
+        }
+    }
+
+    /// How much memory there is and how much is free.
+    pub fn memory(&self) -> MemoryFigures {
+        self.0.platform.memory_in(self.0.context.cuda())
+    }
+
+    /// What the machine is and what it can do.
+    pub fn platform(&self) -> &Platform {
+        &self.0.platform
+    }
+
+    /// The caller's stream that this handle was made with.
+    pub fn stream(&self) -> &Arc<CudaStream> {
+        &self.0.stream
+    }
+
+    /// What went on behind the calls.
+    pub fn stats(&self) -> DeviceStats {
+        let counters = self.0.context.counters();
+        DeviceStats {
+            leaked: counters.leaked.load(Ordering::Relaxed),
+            stale_errors: counters.stale_errors.load(Ordering::Relaxed),
+            free_errors: counters.free_errors.load(Ordering::Relaxed),
+        }
+    }
+
+    /// Blocks until memory that was dropped while in use, or that is slow to unpin, has been freed.
+    ///
+    /// # Errors
+    /// `timeout` passed first.
+    pub fn drain(&self, timeout: Duration) -> Result<()> {
+        if self.0.waiter.drain(timeout) { Ok(()) } else { Err(Error::new(crate::error::Kind::NotReady)) }
+    }
+
+    pub(crate) fn context(&self) -> &Arc<Context> {
+        &self.0.context
+    }
+
+    pub(crate) fn waiter(&self) -> &Waiter {
+        &self.0.waiter
+    }
+
+    pub(crate) fn staging_up(&self) -> &Staging {
+        &self.0.up
+    }
+
+    pub(crate) fn staging_down(&self) -> &Staging {
+        &self.0.down
+    }
+
+    /// Whether `stream` runs on this device's context.
+    pub(crate) fn owns(&self, stream: &CudaStream) -> bool {
+        stream.context().cu_ctx() == self.0.context.cuda().cu_ctx()
+    }
+}

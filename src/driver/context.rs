@@ -1,0 +1,197 @@
+//! One context as this crate uses it: events, copy streams, what was leaked.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use cudarc::driver::{CudaContext, sys};
+use parking_lot::Mutex;
+
+use super::call::{Bound, check};
+use super::stream::Stream;
+use crate::error::{Error, Result};
+
+/// Idle events that are kept for the next use; more than this many are destroyed.
+const IDLE_EVENTS: usize = 1024;
+
+/// A context, with the events and copy streams that belong to it. Events work only on the context that made them, so
+/// there is one set for each.
+#[derive(Debug)]
+pub(crate) struct Context {
+    cuda: Arc<CudaContext>,
+    idle: Mutex<Vec<RawEvent>>,
+    copy_streams: Mutex<[Option<Arc<OwnedStream>>; 2]>,
+    counters: Counters,
+}
+
+/// What went wrong where no call could return it.
+#[derive(Debug, Default)]
+pub(crate) struct Counters {
+    /// Allocations and owners kept for ever, because it could not be established that the device is done with them.
+    pub(crate) leaked: AtomicU64,
+    /// Errors that somebody else's calls had left in the `CudaContext` and that we found there.
+    pub(crate) stale_errors: AtomicU64,
+    /// Errors of our own frees.
+    pub(crate) free_errors: AtomicU64,
+}
+
+#[derive(Debug)]
+pub(super) struct RawEvent(pub(super) sys::CUevent);
+
+// SAFETY: the driver's event functions may be called from any thread.
+unsafe impl Send for RawEvent {}
+// SAFETY: as above.
+unsafe impl Sync for RawEvent {}
+
+/// Which way a copy stream carries.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Way {
+    Up,
+    Down,
+}
+
+impl Context {
+    pub(crate) fn new(cuda: Arc<CudaContext>) -> Arc<Self> {
+        Arc::new(Self {
+            cuda,
+            idle: Mutex::new(Vec::new()),
+            copy_streams: Mutex::new([None, None]),
+            counters: Counters::default(),
+        })
+    }
+
+    pub(crate) fn cuda(&self) -> &Arc<CudaContext> {
+        &self.cuda
+    }
+
+    pub(crate) fn enter(&self) -> Result<Bound> {
+        Bound::enter(&self.cuda)
+    }
+
+    pub(crate) fn counters(&self) -> &Counters {
+        &self.counters
+    }
+
+    /// Takes an error that somebody parked in the `CudaContext` out of the way, and counts it: it belongs to a call that
+    /// is over, not to the one that is about to be made.
+    pub(crate) fn clear_stale(&self) {
+        if self.cuda.check_err().is_err() {
+            self.counters.stale_errors.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    pub(crate) fn count_leak(&self) {
+        self.counters.leaked.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub(super) fn take_event(&self) -> Result<RawEvent> {
+        if let Some(event) = self.idle.lock().pop() {
+            return Ok(event);
+        }
+        let mut raw = std::ptr::null_mut();
+        let flags =
+            sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32 | sys::CUevent_flags::CU_EVENT_BLOCKING_SYNC as u32;
+        // SAFETY: the callers hold a `Bound` of this context; the call writes one handle.
+        check("cuEventCreate", unsafe { sys::cuEventCreate(&mut raw, flags) })?;
+        Ok(RawEvent(raw))
+    }
+
+    pub(super) fn give_event(&self, event: RawEvent) {
+        let mut idle = self.idle.lock();
+        if idle.len() < IDLE_EVENTS {
+            idle.push(event);
+        } else {
+            drop(idle);
+            self.destroy_events(vec![event]);
+        }
+    }
+
+    fn destroy_events(&self, events: Vec<RawEvent>) {
+        if events.is_empty() {
+            return;
+        }
+        // Without a context (a forked child, a driver that is gone) the handles are worth nothing.
+        let Ok(_bound) = self.enter() else { return };
+        for RawEvent(raw) in events {
+            // SAFETY: the handle is ours and nobody else has it.
+            let _ = unsafe { sys::cuEventDestroy_v2(raw) };
+        }
+    }
+
+    /// The stream that carries copies one way. Made with a raw call: cudarc's `new_stream` would switch the caller's
+    /// context to multi-stream mode, which costs him two driver calls for each use of a slice.
+    pub(crate) fn copy_stream(self: &Arc<Self>, way: Way) -> Result<Stream> {
+        let mut streams = self.copy_streams.lock();
+        let slot = &mut streams[way as usize];
+        let owned = match slot {
+            Some(owned) => owned.clone(),
+            None => slot.insert(Arc::new(OwnedStream::new(&self.cuda)?)).clone(),
+        };
+        // SAFETY: the handle belongs to this context, and `self` keeps it alive, as every user of the stream keeps `self`.
+        let cuda = unsafe { self.cuda.wrap_borrowed_stream(owned.raw) };
+        Ok(Stream::owned(cuda, owned))
+    }
+}
+
+impl Drop for Context {
+    fn drop(&mut self) {
+        let events = std::mem::take(self.idle.get_mut());
+        self.destroy_events(events);
+    }
+}
+
+/// A non-blocking stream of ours.
+#[derive(Debug)]
+pub(crate) struct OwnedStream {
+    raw: sys::CUstream,
+    cuda: Arc<CudaContext>,
+    kept: AtomicBool,
+}
+
+// SAFETY: the driver's stream functions may be called from any thread.
+unsafe impl Send for OwnedStream {}
+// SAFETY: as above.
+unsafe impl Sync for OwnedStream {}
+
+impl OwnedStream {
+    fn new(cuda: &Arc<CudaContext>) -> Result<Self> {
+        let _bound = Bound::enter(cuda)?;
+        let mut raw = std::ptr::null_mut();
+        let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
+        // SAFETY: the context is current; the call writes one handle.
+        check("cuStreamCreate", unsafe { sys::cuStreamCreate(&mut raw, flags) })?;
+        Ok(Self { raw, cuda: cuda.clone(), kept: AtomicBool::new(false) })
+    }
+}
+
+impl OwnedStream {
+    /// Never destroys it, nor the context it belongs to.
+    pub(super) fn keep(self: &Arc<Self>) {
+        if !self.kept.swap(true, Ordering::Relaxed) {
+            std::mem::forget(self.clone());
+        }
+    }
+}
+
+impl Drop for OwnedStream {
+    fn drop(&mut self) {
+        if let Ok(_bound) = Bound::enter(&self.cuda) {
+            // SAFETY: ours; destroying a stream with work on it lets the work finish (CUDA driver API).
+            let _ = unsafe { sys::cuStreamDestroy_v2(self.raw) };
+        }
+    }
+}
+
+/// Waits until nothing runs on the context.
+pub(crate) fn synchronize(cuda: &CudaContext) -> Result<()> {
+    let _bound = Bound::enter(cuda)?;
+    // SAFETY: the context is current.
+    check("cuCtxSynchronize", unsafe { sys::cuCtxSynchronize() })
+}
+
+/// What a cudarc call refused. Never formats cudarc's error: that calls the driver.
+pub(crate) fn cudarc_error(call: &'static str, error: cudarc::driver::DriverError) -> Error {
+    match check(call, error.0) {
+        Err(error) => error,
+        Ok(()) => Error::unsupported(call, "the driver gave success as an error"),
+    }
+}

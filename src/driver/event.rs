@@ -1,0 +1,79 @@
+//! Recorded events. An [`Event`] exists only after a successful record, so "never recorded", which the driver reports as
+//! complete, can not be mistaken for "done".
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use cudarc::driver::sys;
+
+use super::call::check;
+use super::context::{Context, RawEvent};
+use super::stream::Stream;
+use crate::error::Result;
+
+/// How long a wait asks again before it blocks: a blocking wait costs 22 µs on an H200, a query loop 7.
+const POLL: Duration = Duration::from_micros(30);
+
+/// A point on a stream that was recorded.
+#[derive(Debug)]
+pub(crate) struct Event {
+    raw: Option<RawEvent>,
+    context: Arc<Context>,
+}
+
+impl Event {
+    /// Records what is on `stream` now. `context` must be the one the stream belongs to, and current (a `Bound` is held).
+    pub(crate) fn record(context: &Arc<Context>, stream: &Stream) -> Result<Event> {
+        let raw = context.take_event()?;
+        // From here on `event` gives the handle back; a handle whose record failed may be recorded again.
+        let event = Event { raw: Some(raw), context: context.clone() };
+        // SAFETY: the event and the stream belong to the current context.
+        check("cuEventRecord", unsafe { sys::cuEventRecord(event.handle(), stream.handle()) })?;
+        Ok(event)
+    }
+
+    pub(super) fn handle(&self) -> sys::CUevent {
+        self.raw.as_ref().map_or(std::ptr::null_mut(), |raw| raw.0)
+    }
+
+    /// Whether the point has passed.
+    ///
+    /// # Errors
+    /// The context faulted.
+    pub(crate) fn query(&self) -> Result<bool> {
+        let _bound = self.context.enter()?;
+        // SAFETY: the handle is alive and was recorded.
+        match unsafe { sys::cuEventQuery(self.handle()) } {
+            sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            code => check("cuEventQuery", code).map(|()| true),
+        }
+    }
+
+    /// Blocks until the point has passed.
+    ///
+    /// # Errors
+    /// The context faulted.
+    pub(crate) fn wait(&self) -> Result<()> {
+        let _bound = self.context.enter()?;
+        let start = Instant::now();
+        loop {
+            // SAFETY: the handle is alive and was recorded.
+            match unsafe { sys::cuEventQuery(self.handle()) } {
+                sys::CUresult::CUDA_ERROR_NOT_READY if start.elapsed() < POLL => std::hint::spin_loop(),
+                sys::CUresult::CUDA_ERROR_NOT_READY => break,
+                code => return check("cuEventQuery", code),
+            }
+        }
+        // SAFETY: as above.
+        check("cuEventSynchronize", unsafe { sys::cuEventSynchronize(self.handle()) })
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        if let Some(raw) = self.raw.take() {
+            // A later record replaces what this one stood for; waits that were submitted keep the old point.
+            self.context.give_event(raw);
+        }
+    }
+}

@@ -1,0 +1,275 @@
+//! Host-visible memory the driver gives or pins, as RAII. Nothing here waits for the device: who drops one of these has
+//! made sure that it is done (`tensor::region` does).
+
+use std::any::Any;
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use cudarc::driver::{CudaContext, CudaSlice, CudaStream, DevicePtr, DevicePtrMut, sys};
+
+use super::call::{Bound, check};
+use super::context::{Context, cudarc_error};
+use super::stream::Stream;
+use crate::element::Element;
+use crate::error::{Error, Kind, Result};
+
+/// Page-locked memory from `cuMemHostAlloc`: portable, mapped into the device, never write-combined (the CPU would read it
+/// at a tenth of the speed). Its bytes are whatever was there before.
+#[derive(Debug)]
+pub(crate) struct Pinned {
+    host: NonNull<u8>,
+    device: Option<u64>,
+    context: Arc<Context>,
+}
+
+// SAFETY: the memory belongs to this value alone, and the driver frees it from any thread.
+unsafe impl Send for Pinned {}
+// SAFETY: nothing is reached through a shared reference but the two addresses.
+unsafe impl Sync for Pinned {}
+
+impl Pinned {
+    pub(crate) fn alloc(context: &Arc<Context>, bytes: usize) -> Result<Self> {
+        let _bound = context.enter()?;
+        let mut host = std::ptr::null_mut();
+        let flags = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP;
+        // SAFETY: the context is current; the call writes one pointer.
+        let code = unsafe { sys::cuMemHostAlloc(&mut host, bytes, flags) };
+        check("cuMemHostAlloc", code).map_err(|error| out_of_memory(error, "pinned host memory", bytes))?;
+        let host = NonNull::new(host.cast()).ok_or_else(|| no_memory("pinned host memory", bytes))?;
+        let device = device_pointer(host);
+        Ok(Self { host, device, context: context.clone() })
+    }
+
+    pub(crate) fn host(&self) -> NonNull<u8> {
+        self.host
+    }
+
+    /// The address at which the device sees it, if it does.
+    pub(crate) fn device(&self) -> Option<u64> {
+        self.device
+    }
+}
+
+impl Drop for Pinned {
+    fn drop(&mut self) {
+        let freed = self.context.enter().and_then(|_bound| {
+            // SAFETY: from `cuMemHostAlloc`, freed once; the owner made sure that nothing uses it.
+            check("cuMemFreeHost", unsafe { sys::cuMemFreeHost(self.host.as_ptr().cast()) })
+        });
+        count_failure(&self.context, freed);
+    }
+}
+
+/// Memory that migrates between host and device (`cuMemAllocManaged`, attached globally).
+#[derive(Debug)]
+pub(crate) struct Managed {
+    address: NonNull<u8>,
+    context: Arc<Context>,
+}
+
+// SAFETY: as for `Pinned`.
+unsafe impl Send for Managed {}
+// SAFETY: as for `Pinned`.
+unsafe impl Sync for Managed {}
+
+impl Managed {
+    pub(crate) fn alloc(context: &Arc<Context>, bytes: usize) -> Result<Self> {
+        let _bound = context.enter()?;
+        let mut address = 0;
+        let flags = sys::CUmemAttach_flags::CU_MEM_ATTACH_GLOBAL as u32;
+        // SAFETY: the context is current; the call writes one address.
+        let code = unsafe { sys::cuMemAllocManaged(&mut address, bytes, flags) };
+        check("cuMemAllocManaged", code).map_err(|error| out_of_memory(error, "managed memory", bytes))?;
+        let address = NonNull::new(std::ptr::with_exposed_provenance_mut::<u8>(address as usize))
+            .ok_or_else(|| no_memory("managed memory", bytes))?;
+        Ok(Self { address, context: context.clone() })
+    }
+
+    /// The one address, for host and device.
+    pub(crate) fn address(&self) -> NonNull<u8> {
+        self.address
+    }
+}
+
+impl Drop for Managed {
+    fn drop(&mut self) {
+        let freed = self.context.enter().and_then(|_bound| {
+            // SAFETY: from `cuMemAllocManaged`, freed once; the owner made sure that nothing uses it.
+            check("cuMemFree", unsafe { sys::cuMemFree_v2(self.address.as_ptr() as u64) })
+        });
+        count_failure(&self.context, freed);
+    }
+}
+
+/// Host memory of somebody else's that we pinned, until this is dropped.
+#[derive(Debug)]
+pub(crate) struct Registration {
+    host: NonNull<u8>,
+    device: u64,
+    context: Arc<Context>,
+}
+
+// SAFETY: holds addresses only; the driver unregisters from any thread.
+unsafe impl Send for Registration {}
+// SAFETY: as above.
+unsafe impl Sync for Registration {}
+
+impl Registration {
+    /// Pins `bytes` bytes at `host`. Read-only memory is tried with the READ_ONLY flag first and without it then
+    /// (drivers differ in which they take).
+    ///
+    /// # Errors
+    /// [`Error::is_already_registered`] where somebody did so before: the memory is pinned, but not ours to unpin.
+    ///
+    /// # Safety
+    /// The range is mapped and stays so until this value is dropped.
+    pub(crate) unsafe fn new(context: &Arc<Context>, host: NonNull<u8>, bytes: usize, read_only: bool) -> Result<Self> {
+        let _bound = context.enter()?;
+        let plain = sys::CU_MEMHOSTREGISTER_PORTABLE | sys::CU_MEMHOSTREGISTER_DEVICEMAP;
+        let register = |flags| {
+            // SAFETY: the caller vouches for the range.
+            let code = unsafe { sys::cuMemHostRegister_v2(host.as_ptr().cast(), bytes, flags) };
+            check("cuMemHostRegister", code)
+        };
+        let registered = if read_only {
+            register(plain | sys::CU_MEMHOSTREGISTER_READ_ONLY).or_else(|_| register(plain))
+        } else {
+            register(plain)
+        };
+        registered.map_err(|error| match error.driver_code() {
+            Some(712) => Error::new(Kind::AlreadyRegistered { address: host.as_ptr() as usize, bytes }),
+            _ => out_of_memory(error, "registered host memory", bytes),
+        })?;
+        match device_pointer(host) {
+            Some(device) => Ok(Self { host, device, context: context.clone() }),
+            None => {
+                // SAFETY: registered just now.
+                let _ = unsafe { sys::cuMemHostUnregister(host.as_ptr().cast()) };
+                Err(Error::unsupported(
+                    "a device view of registered memory",
+                    "the driver gives no device pointer for it",
+                ))
+            }
+        }
+    }
+
+    /// The address at which the device sees it.
+    pub(crate) fn device(&self) -> u64 {
+        self.device
+    }
+}
+
+impl Drop for Registration {
+    fn drop(&mut self) {
+        let freed = self.context.enter().and_then(|_bound| {
+            // SAFETY: registered by us, unregistered once; the owner made sure that nothing uses it.
+            check("cuMemHostUnregister", unsafe { sys::cuMemHostUnregister(self.host.as_ptr().cast()) })
+        });
+        count_failure(&self.context, freed);
+    }
+}
+
+/// Device memory of `elements` elements, allocated on `stream` (in its order, where the device has memory pools), as the
+/// `CudaSlice<T>` that it can become again. Its bytes are not set.
+pub(crate) fn alloc_device<T: Element>(context: &Context, stream: &Stream, elements: usize) -> Result<CudaSlice<T>> {
+    let _bound = context.enter()?;
+    context.clear_stale();
+    // SAFETY: nobody reads the memory through this slice before it is written (`tensor::store` tracks that).
+    let slice = unsafe { stream.cuda().alloc::<T>(elements) };
+    slice.map_err(|error| {
+        out_of_memory(cudarc_error("cuMemAlloc", error), "device memory", elements.saturating_mul(size_of::<T>()))
+    })
+}
+
+/// The address of a slice. Makes `stream` wait for what cudarc knows to be running on it.
+pub(crate) fn slice_address<T: Element>(slice: &CudaSlice<T>, stream: &Stream) -> u64 {
+    slice.device_ptr(stream.cuda()).0
+}
+
+/// Takes over a slice of the caller's: makes `stream` wait for what cudarc knows to be running on it.
+pub(crate) fn adopt_slice<T: Element>(slice: &mut CudaSlice<T>, stream: &Stream) -> u64 {
+    slice.device_ptr_mut(stream.cuda()).0
+}
+
+/// Tells cudarc's tracking of a slice that goes to the caller that all of ours lies before this point of `stream`. Where
+/// cudarc can not note it, waits instead.
+pub(crate) fn note_write<T: Element>(context: &Context, slice: &mut CudaSlice<T>, stream: &Stream) -> Result<()> {
+    let _bound = context.enter()?;
+    context.clear_stale();
+    drop(slice.device_ptr_mut(stream.cuda()));
+    if context.cuda().check_err().is_err() { stream.synchronize() } else { Ok(()) }
+}
+
+/// Drops an owner whose drop may call cudarc (`CudaSlice`): with its context current, and with what cudarc parks there
+/// counted as ours rather than left for the next caller.
+pub(crate) fn drop_bound(context: &Context, owner: Box<dyn Any + Send>) {
+    match context.enter() {
+        Ok(_bound) => {
+            context.clear_stale();
+            drop(owner);
+            if context.cuda().check_err().is_err() {
+                context.counters().free_errors.fetch_add(1, Ordering::Relaxed);
+            }
+        }
+        Err(_) => {
+            // A forked child, or a driver that is gone: nothing can be freed, and trying would be undefined.
+            context.count_leak();
+            std::mem::forget(owner);
+        }
+    }
+}
+
+/// A slice that names memory it does not own, for cudarc's interfaces. To be given to [`forget_alias`], never dropped.
+///
+/// It belongs to a context object of its own whose event tracking is off: then cudarc makes no events for it (and
+/// `upgrade_device_ptr` has nothing to panic about).
+pub(crate) fn alias_slice<T: Element>(stream: &Arc<CudaStream>, address: u64, elements: usize) -> Result<CudaSlice<T>> {
+    let _bound = Bound::enter(stream.context())?;
+    let own = CudaContext::new(stream.context().ordinal())
+        .map_err(|error| cudarc_error("cuDevicePrimaryCtxRetain", error))?;
+    if own.cu_ctx() != stream.context().cu_ctx() {
+        return Err(Error::unsupported("a cudarc view", "the stream's context is not the device's primary one"));
+    }
+    // SAFETY: our own context object, made just now; nothing is tracked through it.
+    unsafe { own.disable_event_tracking() };
+    // SAFETY: the handle belongs to this context; the slice lives no longer than the guard that holds the stream.
+    let stream = unsafe { own.wrap_borrowed_stream(stream.cu_stream()) };
+    // SAFETY: the address is valid for the elements while the guard lives, and `forget_alias` gives up the ownership.
+    Ok(unsafe { stream.upgrade_device_ptr::<T>(address, elements) })
+}
+
+/// Ends an alias without freeing what it names.
+pub(crate) fn forget_alias<T>(alias: CudaSlice<T>) {
+    let context = alias.context().clone();
+    match Bound::enter(&context) {
+        // Dropping the last handle of a context makes it current; `_bound` puts the thread's own back.
+        Ok(_bound) => drop((alias.leak(), context)),
+        Err(_) => std::mem::forget((alias, context)),
+    }
+}
+
+fn device_pointer(host: NonNull<u8>) -> Option<u64> {
+    let mut device = 0;
+    // SAFETY: the address is inside an allocation or registration; the call writes one address.
+    let code = unsafe { sys::cuMemHostGetDevicePointer_v2(&mut device, host.as_ptr().cast(), 0) };
+    (code == sys::CUresult::CUDA_SUCCESS && device != 0).then_some(device)
+}
+
+fn out_of_memory(error: Error, what: &'static str, bytes: usize) -> Error {
+    if error.is_out_of_memory() {
+        Error::new(Kind::OutOfMemory { what, bytes: bytes as u64, why: error.to_string() })
+    } else {
+        error
+    }
+}
+
+fn no_memory(what: &'static str, bytes: usize) -> Error {
+    Error::new(Kind::OutOfMemory { what, bytes: bytes as u64, why: "the driver gave a null address".into() })
+}
+
+fn count_failure(context: &Context, freed: Result<()>) {
+    if freed.is_err() {
+        context.counters().free_errors.fetch_add(1, Ordering::Relaxed);
+    }
+}

@@ -1,0 +1,68 @@
+//! What the operating system is asked for directly.
+
+use std::alloc::{Layout, alloc, alloc_zeroed, dealloc};
+use std::ptr::NonNull;
+
+use crate::error::{Error, Kind, Result};
+
+/// Alignment of ordinary host memory: a cache line for small blocks, a huge page for large ones, so that the kernel can
+/// back them with huge pages (random access over 4 KiB pages is 170 × slower on a GB10; docs/platforms.md).
+const CACHE_LINE: usize = 128;
+const HUGE_PAGE: usize = 2 << 20;
+
+/// Zeroed ordinary memory.
+#[derive(Debug)]
+pub(crate) struct Block {
+    address: NonNull<u8>,
+    layout: Layout,
+}
+
+// SAFETY: the memory belongs to this value alone.
+unsafe impl Send for Block {}
+
+impl Block {
+    pub(crate) fn zeroed(bytes: usize) -> Result<Self> {
+        let align = if bytes >= 2 * HUGE_PAGE { HUGE_PAGE } else { CACHE_LINE };
+        let out_of_memory =
+            |why: &str| Error::new(Kind::OutOfMemory { what: "host memory", bytes: bytes as u64, why: why.into() });
+        let layout =
+            Layout::from_size_align(bytes.max(1), align).map_err(|_| out_of_memory("larger than any object"))?;
+        let refused = || out_of_memory("the system refused");
+        if align < HUGE_PAGE {
+            // SAFETY: the layout's size is not zero.
+            let address = NonNull::new(unsafe { alloc_zeroed(layout) }).ok_or_else(refused)?;
+            return Ok(Self { address, layout });
+        }
+        // SAFETY: as above.
+        let address = NonNull::new(unsafe { alloc(layout) }).ok_or_else(refused)?;
+        // Before the first touch, which is the zeroing.
+        #[cfg(target_os = "linux")]
+        advise_huge(address, bytes);
+        // SAFETY: the block is ours and `bytes` long.
+        unsafe { address.as_ptr().write_bytes(0, bytes) };
+        Ok(Self { address, layout })
+    }
+
+    pub(crate) fn address(&self) -> NonNull<u8> {
+        self.address
+    }
+}
+
+impl Drop for Block {
+    fn drop(&mut self) {
+        // SAFETY: allocated by `zeroed` with this layout.
+        unsafe { dealloc(self.address.as_ptr(), self.layout) };
+    }
+}
+
+#[cfg(target_os = "linux")]
+fn advise_huge(address: NonNull<u8>, bytes: usize) {
+    const MADV_HUGEPAGE: std::ffi::c_int = 14;
+    unsafe extern "C" {
+        fn madvise(address: *mut std::ffi::c_void, length: usize, advice: std::ffi::c_int) -> std::ffi::c_int;
+    }
+    // Whole pages inside the block; a refusal changes nothing.
+    let length = bytes / HUGE_PAGE * HUGE_PAGE;
+    // SAFETY: the range is ours, and the advice does not change its contents.
+    let _ = unsafe { madvise(address.as_ptr().cast(), length, MADV_HUGEPAGE) };
+}

@@ -1,0 +1,279 @@
+//! One allocation and what runs on it. Everything that reaches its bytes goes through here, and it is freed only when the
+//! device is done with it.
+
+use std::any::Any;
+use std::ops::Range;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+use super::track::{Conflict, Track, UseId};
+use crate::device::Device;
+use crate::driver::memory::drop_bound;
+use crate::driver::{Event, Pending, Stream};
+use crate::error::{Error, Result};
+use crate::plan::Backing;
+
+/// An allocation, as the host sees it, as the device sees it, or both.
+#[derive(Debug)]
+pub(crate) struct Region {
+    host: Option<NonNull<u8>>,
+    device: Option<u64>,
+    bytes: usize,
+    backing: Backing,
+    on: Option<Device>,
+    track: Mutex<Track>,
+    owner: Option<Owner>,
+}
+
+// SAFETY: the addresses are shared; the bytes behind them are reached under the rules that `TransferTensor` and its guards
+// keep (exclusive access through `&mut`, waits through `track`). The owners are Send, and only moved here.
+unsafe impl Send for Region {}
+// SAFETY: as above; `owner` is only reached through `&mut` (drop, reclaim).
+unsafe impl Sync for Region {}
+
+/// Who frees the memory.
+pub(crate) enum Owner {
+    /// Host memory: any value whose drop frees it.
+    Host(Box<dyn Any + Send>),
+    /// Host memory whose drop is a slow driver call (unpinning): never on the caller's thread.
+    Slow(Box<dyn Any + Send>),
+    /// Device memory that is freed in the order of a stream: a `CudaSlice`, or an `Arc` of one.
+    Device { slice: Box<dyn Any + Send>, stream: Stream, adopted: bool },
+}
+
+impl std::fmt::Debug for Owner {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Owner::Host(_) => "Host",
+            Owner::Slow(_) => "Slow",
+            Owner::Device { .. } => "Device",
+        })
+    }
+}
+
+impl Region {
+    /// # Safety
+    /// `owner` keeps `bytes` bytes valid at `host` and at `device` (where given) until it is dropped, and nobody else
+    /// writes to them.
+    pub(crate) unsafe fn new(
+        host: Option<NonNull<u8>>,
+        device: Option<u64>,
+        bytes: usize,
+        backing: Backing,
+        on: Option<Device>,
+        owner: Owner,
+    ) -> Self {
+        Self { host, device, bytes, backing, on, track: Mutex::new(Track::default()), owner: Some(owner) }
+    }
+
+    pub(crate) fn host(&self) -> Result<NonNull<u8>> {
+        self.host.ok_or_else(|| Error::unsupported("a host view", "the memory is the device's alone"))
+    }
+
+    pub(crate) fn device(&self) -> Result<u64> {
+        self.device.ok_or_else(|| Error::unsupported("a device view", "the device does not see this host memory"))
+    }
+
+    pub(crate) fn backing(&self) -> Backing {
+        self.backing
+    }
+
+    pub(crate) fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Whether the copy engines can reach the host side themselves.
+    pub(crate) fn is_pinned(&self) -> bool {
+        matches!(self.backing, Backing::Pinned | Backing::Registered | Backing::Managed)
+    }
+
+    /// Makes `stream` wait for whatever an access to `range` must come after. The context is current.
+    pub(crate) fn order(&self, stream: &Stream, range: &Range<usize>, write: bool) -> Result<()> {
+        let conflicts = self.track.lock().conflicts(range, write);
+        let mut passed = Vec::new();
+        for Conflict { id, stream: user, pending } in conflicts {
+            if user.as_ref().is_some_and(|user| user.same_queue(stream)) {
+                continue;
+            }
+            match (&pending, &user) {
+                (Pending::Event(event), _) => stream.wait_for(event)?,
+                // A forgotten guard: what it submitted lies before this point of its stream.
+                (Pending::Stream(open), Some(_)) if open.reachable() => {
+                    open.check_not_capturing("ordering after a forgotten guard")?;
+                    let event = Arc::new(Event::record(self.context()?, open)?);
+                    stream.wait_for(&event)?;
+                    self.track.lock().close(id, event);
+                }
+                _ => {
+                    pending.wait()?;
+                    passed.push(id);
+                }
+            }
+        }
+        if !passed.is_empty() {
+            self.track.lock().passed(&passed);
+        }
+        Ok(())
+    }
+
+    /// Blocks until the device is done with whatever a host access to `range` conflicts with.
+    pub(crate) fn wait(&self, range: &Range<usize>, write: bool) -> Result<()> {
+        let conflicts = self.track.lock().conflicts(range, write);
+        if conflicts.is_empty() {
+            return Ok(());
+        }
+        let mut passed = Vec::with_capacity(conflicts.len());
+        for conflict in conflicts {
+            conflict.pending.wait()?;
+            passed.push(conflict.id);
+        }
+        self.track.lock().passed(&passed);
+        Ok(())
+    }
+
+    /// What a host access to `range` would have to wait for.
+    pub(crate) fn pending(&self, range: &Range<usize>, write: bool) -> Vec<Pending> {
+        self.track.lock().conflicts(range, write).into_iter().map(|conflict| conflict.pending).collect()
+    }
+
+    /// Notes a device access that starts now.
+    pub(crate) fn open(&self, stream: &Stream, range: &Range<usize>, write: bool) -> UseId {
+        self.track.lock().open(stream.clone(), range.clone(), write)
+    }
+
+    /// Notes that a device access is fully submitted.
+    pub(crate) fn close(&self, id: UseId, event: Arc<Event>) {
+        self.track.lock().close(id, event);
+    }
+
+    /// Notes that the device address went to a stream that we do not know.
+    pub(crate) fn mark_foreign(&self, context: &Arc<cudarc::driver::CudaContext>, write: bool) {
+        self.track.lock().foreign(context, write);
+    }
+
+    /// The stream that its free is ordered on, for device memory.
+    pub(crate) fn stream(&self) -> Option<Stream> {
+        match &self.owner {
+            Some(Owner::Device { stream, .. }) => Some(stream.clone()),
+            _ => None,
+        }
+    }
+
+    pub(crate) fn on(&self) -> Option<&Device> {
+        self.on.as_ref()
+    }
+
+    fn context(&self) -> Result<&Arc<crate::driver::Context>> {
+        match &self.on {
+            Some(device) => Ok(device.context()),
+            None => Err(Error::new(crate::error::Kind::HostOnly { operation: "device access" })),
+        }
+    }
+
+    /// Takes the owner out, if it is a `T`. The caller has waited for everything.
+    pub(crate) fn reclaim<T: 'static>(mut self) -> Result<T, Self> {
+        let (any, back): (_, fn(Box<dyn Any + Send>) -> Owner) = match self.owner.take() {
+            Some(Owner::Host(any)) => (any, Owner::Host),
+            Some(Owner::Slow(any)) => (any, Owner::Slow),
+            Some(Owner::Device { slice, stream, adopted }) => match slice.downcast::<T>() {
+                Ok(value) => return Ok(*value),
+                Err(slice) => {
+                    self.owner = Some(Owner::Device { slice, stream, adopted });
+                    return Err(self);
+                }
+            },
+            None => return Err(self),
+        };
+        match any.downcast::<T>() {
+            Ok(value) => Ok(*value),
+            Err(any) => {
+                self.owner = Some(back(any));
+                Err(self)
+            }
+        }
+    }
+}
+
+impl Drop for Region {
+    fn drop(&mut self) {
+        let Some(owner) = self.owner.take() else { return };
+        let pending = self.track.get_mut().all();
+        match self.on.take() {
+            Some(device) => retire(&device, owner, pending),
+            // Host-only memory never had a device use.
+            None => drop(owner),
+        }
+    }
+}
+
+/// Frees `owner` when all of `pending` has passed, without blocking here; keeps it for ever if that can not be known.
+fn retire(device: &Device, owner: Owner, pending: Vec<Pending>) {
+    let context = device.context();
+    if crate::driver::Driver::get().is_err() {
+        // A forked child, or a driver that is gone. The thread and the locks of the parent are not here either.
+        context.count_leak();
+        std::mem::forget(owner);
+        return;
+    }
+    match owner {
+        Owner::Host(any) if pending.is_empty() => drop(any),
+        Owner::Host(any) | Owner::Slow(any) => later(device, any, pending),
+        Owner::Device { slice, stream, adopted } => {
+            let in_order = free_in_order(device, &stream, adopted, &pending);
+            match in_order {
+                Ok(()) => drop_bound(context, slice),
+                Err(_) => {
+                    let mut pending = pending;
+                    pending.push(Pending::Capture(stream));
+                    later(device, slice, pending);
+                }
+            }
+        }
+    }
+}
+
+/// Lets the stream on which a slice is freed wait for its uses, so that the free can be submitted at once.
+fn free_in_order(device: &Device, stream: &Stream, adopted: bool, pending: &[Pending]) -> Result<()> {
+    let context = device.context();
+    if !context.cuda().has_async_alloc() && !pending.is_empty() {
+        // cudarc would block in its drop.
+        return Err(Error::unsupported("freeing in the order of a stream", "the device has no memory pools"));
+    }
+    let _bound = context.enter()?;
+    // The handle as *this* thread sees it: that is where cudarc will free.
+    let stream = Stream::of_caller(stream.cuda());
+    stream.check_not_capturing("freeing device memory")?;
+    for pending in pending {
+        match pending {
+            Pending::Event(event) => stream.wait_for(event)?,
+            Pending::Stream(open) if open.reachable() => {
+                open.check_not_capturing("freeing device memory")?;
+                stream.wait_for(&Event::record(context, open)?)?;
+            }
+            _ => return Err(Error::unsupported("freeing in the order of a stream", "its uses can not be named")),
+        }
+    }
+    if adopted && stream.is_per_thread() {
+        // Others may have used it on other threads' default streams; the legacy stream waits for all of those.
+        let legacy = Stream::of_caller(&context.cuda().default_stream());
+        legacy.check_not_capturing("freeing device memory")?;
+        stream.wait_for(&Event::record(context, &legacy)?)?;
+    }
+    Ok(())
+}
+
+fn later(device: &Device, any: Box<dyn Any + Send>, pending: Vec<Pending>) {
+    let context = device.context().clone();
+    let leak = context.clone();
+    // Kept in a `ManuallyDrop`, so that a job which never runs leaks rather than frees.
+    let any = std::mem::ManuallyDrop::new(any);
+    let then = Box::new(move |passed: Result<()>| match passed {
+        Ok(()) => drop_bound(&context, std::mem::ManuallyDrop::into_inner(any)),
+        Err(_) => context.count_leak(),
+    });
+    if device.waiter().submit(pending, then).is_err() {
+        leak.count_leak();
+    }
+}

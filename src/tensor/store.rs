@@ -1,0 +1,346 @@
+//! The bytes of a tensor: on the host, on the device, or in one place that both see, and which of them are current.
+//!
+//! A byte that is current nowhere is zero. An access first makes the bytes it needs current where it wants them, which is
+//! where copies happen; a write makes them stale on the other side.
+
+use std::any::Any;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use parking_lot::Mutex;
+
+use super::region::{Owner, Region};
+use crate::device::Device;
+use crate::driver::memory::{Pinned, alloc_device, slice_address};
+use crate::driver::{Event, Stream, Way, copy};
+use crate::element::Element;
+use crate::error::{Error, Kind, Result};
+use crate::plan::{Backing, Decision, Strategy};
+use crate::ranges::RangeSet;
+
+/// The storage of a tensor. `TransferTensor` holds the only handle; views borrow it, shared tensors count it.
+#[derive(Debug)]
+pub(crate) struct Store {
+    device: Option<Device>,
+    bytes: usize,
+    decision: Decision,
+    /// Why it may only be read, if so.
+    read_only: Option<&'static str>,
+    state: Mutex<State>,
+    allocate: AllocDevice,
+    uploaded: AtomicU64,
+    downloaded: AtomicU64,
+}
+
+#[derive(Debug, Default)]
+pub(crate) struct State {
+    pub(crate) host: Option<Arc<Region>>,
+    pub(crate) device: Option<Arc<Region>>,
+    /// One region serves both sides (then `host` and `device` are the same, and all of it is current).
+    pub(crate) shared: bool,
+    pub(crate) host_current: RangeSet,
+    pub(crate) device_current: RangeSet,
+    /// The host wrote since the device last looked, and the device's view needs a fence to see it.
+    pub(crate) fence: bool,
+}
+
+/// Allocates device memory as a `CudaSlice<T>`, so that it can become one again.
+type AllocDevice = fn(&Device, &Stream, usize) -> Result<(Box<dyn Any + Send>, u64)>;
+
+fn allocate<T: Element>(device: &Device, stream: &Stream, bytes: usize) -> Result<(Box<dyn Any + Send>, u64)> {
+    let slice = alloc_device::<T>(device.context(), stream, bytes / size_of::<T>())?;
+    let address = slice_address(&slice, stream);
+    Ok((Box::new(slice), address))
+}
+
+impl Store {
+    pub(crate) fn new<T: Element>(
+        device: Option<Device>,
+        bytes: usize,
+        decision: Decision,
+        read_only: Option<&'static str>,
+        state: State,
+    ) -> Arc<Self> {
+        Arc::new(Self {
+            device,
+            bytes,
+            decision,
+            read_only,
+            state: Mutex::new(state),
+            allocate: allocate::<T>,
+            uploaded: AtomicU64::new(0),
+            downloaded: AtomicU64::new(0),
+        })
+    }
+
+    pub(crate) fn device_handle(&self) -> Option<&Device> {
+        self.device.as_ref()
+    }
+
+    /// The device, for an operation that needs one.
+    pub(crate) fn need_device(&self, operation: &'static str) -> Result<&Device> {
+        self.device.as_ref().ok_or_else(|| Error::new(Kind::HostOnly { operation }))
+    }
+
+    pub(crate) fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    pub(crate) fn strategy(&self) -> Strategy {
+        self.decision.strategy
+    }
+
+    pub(crate) fn decision(&self) -> &Decision {
+        &self.decision
+    }
+
+    /// From now on device memory is allocated as a slice of `T`. False if there is some already.
+    pub(crate) fn retype<T: Element>(&mut self) -> bool {
+        self.allocate = allocate::<T>;
+        self.state.get_mut().device.is_none()
+    }
+
+    pub(crate) fn check_writable(&self) -> Result<()> {
+        self.read_only.map_or(Ok(()), |why| Err(Error::new(Kind::ReadOnly { why })))
+    }
+
+    pub(crate) fn copied(&self) -> (u64, u64) {
+        (self.uploaded.load(Ordering::Relaxed), self.downloaded.load(Ordering::Relaxed))
+    }
+
+    pub(crate) fn count_upload(&self, bytes: usize) {
+        self.uploaded.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+
+    /// The kind of memory that serves the device, or the host where there is none.
+    pub(crate) fn backing(&self) -> Backing {
+        let state = self.state.lock();
+        match (&state.host, &state.device, self.strategy()) {
+            (Some(host), _, Strategy::ZeroCopy | Strategy::Coherent | Strategy::Host) => host.backing(),
+            (_, _, Strategy::Streamed) => Backing::Device,
+            _ => Backing::Pageable,
+        }
+    }
+
+    /// The kind of memory on the host side, where there is some.
+    pub(crate) fn host_backing(&self) -> Option<Backing> {
+        self.state.lock().host.as_ref().map(|region| region.backing())
+    }
+
+    pub(crate) fn with_state<R>(&self, f: impl FnOnce(&mut State) -> R) -> R {
+        f(&mut self.state.lock())
+    }
+
+    /// The host region with `range` current, and, for a write, with the device's copy of it stale. Returns before the
+    /// copies are done: `Region::wait` is the caller's.
+    pub(crate) fn on_host(&self, range: &Range<usize>, write: bool) -> Result<Arc<Region>> {
+        let mut state = self.state.lock();
+        if state.host.is_none() {
+            state.host = Some(Arc::new(self.new_host_region()?));
+        }
+        let region = state.host.clone().ok_or_else(|| Error::unsupported("a host view", "no host memory"))?;
+        if !state.shared {
+            self.download(&mut state, &region, range)?;
+        }
+        if write {
+            state.device_current.remove(range);
+            state.fence = true;
+        }
+        Ok(region)
+    }
+
+    fn download(&self, state: &mut State, host: &Arc<Region>, range: &Range<usize>) -> Result<()> {
+        for missing in state.host_current.missing(range) {
+            let mut zero = RangeSet::default();
+            zero.insert(&missing);
+            for part in state.device_current.within(&missing) {
+                zero.remove(&part);
+                let source =
+                    state.device.clone().ok_or_else(|| Error::unsupported("a download", "no device memory"))?;
+                self.download_part(&source, host, &part)?;
+                state.host_current.insert(&part);
+            }
+            for part in zero.within(&missing) {
+                host.wait(&part, true)?;
+                // SAFETY: inside the region; nobody else looks at bytes that are current nowhere, and nothing runs on them.
+                unsafe { host.host()?.as_ptr().add(part.start).write_bytes(0, part.len()) };
+                state.host_current.insert(&part);
+            }
+        }
+        Ok(())
+    }
+
+    fn download_part(&self, source: &Arc<Region>, target: &Arc<Region>, part: &Range<usize>) -> Result<()> {
+        let device = self.need_device("a download")?;
+        let _bound = device.context().enter()?;
+        let stream = device.context().copy_stream(Way::Down)?;
+        source.order(&stream, part, false)?;
+        let (from, to) = (source.device()? + part.start as u64, target.host()?);
+        if target.is_pinned() {
+            target.order(&stream, part, true)?;
+            let (read, write) = (source.open(&stream, part, false), target.open(&stream, part, true));
+            // SAFETY: both ends are inside their regions, which track the copy and outlive it.
+            unsafe { copy::device_to_host(to.as_ptr().add(part.start), from, part.len(), &stream)? };
+            let event = Arc::new(Event::record(device.context(), &stream)?);
+            source.close(read, event.clone());
+            target.close(write, event);
+        } else {
+            target.wait(part, true)?;
+            let read = source.open(&stream, part, false);
+            // SAFETY: as above; the target's bytes are current nowhere else and the state is locked, so nobody looks.
+            unsafe {
+                let to = to.as_ptr().add(part.start);
+                device.staging_down().down(device.context(), to, from, part.len(), &stream)?;
+            }
+            source.close(read, Arc::new(Event::record(device.context(), &stream)?));
+        }
+        self.downloaded.fetch_add(part.len() as u64, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// The device's region with `range` current once `stream` has passed, and, for a write, with the host's copy of it
+    /// stale. `stream` is not yet ordered after the uses of the region: `Region::order` is the caller's. The context is
+    /// current.
+    pub(crate) fn on_device(&self, range: &Range<usize>, write: bool, stream: &Stream) -> Result<Arc<Region>> {
+        let device = self.need_device("device access")?;
+        let mut state = self.state.lock();
+        if !state.shared && state.device.is_none() {
+            state.device = Some(Arc::new(self.new_device_region(device, stream)?));
+        }
+        let region = if state.shared { state.host.clone() } else { state.device.clone() };
+        let region = region.ok_or_else(|| Error::unsupported("a device view", "no device memory"))?;
+        if state.shared {
+            if state.fence && !device.platform().capabilities().io_coherent {
+                // The host's writes become visible to the device at a synchronisation (CUDA for Tegra, I/O coherency).
+                stream.synchronize()?;
+            }
+            state.fence = false;
+        } else {
+            self.upload(device, &mut state, &region, range, stream)?;
+        }
+        if write {
+            state.host_current.remove(range);
+        }
+        Ok(region)
+    }
+
+    fn upload(
+        &self,
+        device: &Device,
+        state: &mut State,
+        target: &Arc<Region>,
+        range: &Range<usize>,
+        stream: &Stream,
+    ) -> Result<()> {
+        for missing in state.device_current.missing(range) {
+            let mut zero = RangeSet::default();
+            zero.insert(&missing);
+            for part in state.host_current.within(&missing) {
+                zero.remove(&part);
+                let source = state.host.clone().ok_or_else(|| Error::unsupported("an upload", "no host memory"))?;
+                self.upload_part(device, &source, target, &part, stream)?;
+                state.device_current.insert(&part);
+            }
+            for part in zero.within(&missing) {
+                target.order(stream, &part, true)?;
+                let write = target.open(stream, &part, true);
+                // SAFETY: inside the region, which tracks the write and outlives it.
+                unsafe { copy::zero(target.device()? + part.start as u64, part.len(), stream)? };
+                target.close(write, Arc::new(Event::record(device.context(), stream)?));
+                state.device_current.insert(&part);
+            }
+        }
+        Ok(())
+    }
+
+    fn upload_part(
+        &self,
+        device: &Device,
+        source: &Arc<Region>,
+        target: &Arc<Region>,
+        part: &Range<usize>,
+        stream: &Stream,
+    ) -> Result<()> {
+        target.order(stream, part, true)?;
+        let (from, to) = (source.host()?, target.device()? + part.start as u64);
+        // SAFETY: the part lies inside the region.
+        let from = unsafe { from.as_ptr().add(part.start) };
+        let write = target.open(stream, part, true);
+        if source.is_pinned() {
+            source.order(stream, part, false)?;
+            let read = source.open(stream, part, false);
+            // SAFETY: both ends are inside their regions, which track the copy and outlive it.
+            unsafe { copy::host_to_device(to, from, part.len(), stream)? };
+            let event = Arc::new(Event::record(device.context(), stream)?);
+            source.close(read, event.clone());
+            target.close(write, event);
+        } else {
+            source.wait(part, false)?;
+            // SAFETY: as above; the source is read before the call returns, under the state's lock.
+            unsafe { device.staging_up().up(device.context(), to, from, part.len(), stream)? };
+            target.close(write, Arc::new(Event::record(device.context(), stream)?));
+        }
+        self.count_upload(part.len());
+        Ok(())
+    }
+
+    /// Host memory for a tensor that lives on the device: pinned, so that copies run at the speed of the link; pageable
+    /// where pinning is refused.
+    fn new_host_region(&self) -> Result<Region> {
+        match &self.device {
+            Some(device) => {
+                pinned_region(device, self.bytes).or_else(|_| pageable_region(self.bytes, Some(device.clone())))
+            }
+            None => pageable_region(self.bytes, None),
+        }
+    }
+
+    fn new_device_region(&self, device: &Device, stream: &Stream) -> Result<Region> {
+        // A slice may outlive everything of ours, so it is never allocated on a stream that ends with us... unless that
+        // stream is made to stay (`Stream::keep`), see `into_cuda_slice`.
+        let allocate = || (self.allocate)(device, stream, self.bytes);
+        let (slice, address) = allocate().or_else(|error| retry_after_drain(device, error, allocate))?;
+        let owner = Owner::Device { slice, stream: stream.clone(), adopted: false };
+        // SAFETY: the slice owns `bytes` bytes at its address.
+        let region =
+            unsafe { Region::new(None, Some(address), self.bytes, Backing::Device, Some(device.clone()), owner) };
+        // Other streams must come after the allocation.
+        let all = 0..self.bytes;
+        let allocation = region.open(stream, &all, true);
+        region.close(allocation, Arc::new(Event::record(device.context(), stream)?));
+        Ok(region)
+    }
+}
+
+/// Memory that was dropped may still be waiting to be freed: after an out-of-memory, wait for that and try once more.
+pub(crate) fn retry_after_drain<R>(device: &Device, error: Error, again: impl FnOnce() -> Result<R>) -> Result<R> {
+    if error.is_out_of_memory() && device.drain(std::time::Duration::from_secs(2)).is_ok() {
+        again()
+    } else {
+        Err(error)
+    }
+}
+
+/// Pinned memory, not yet set.
+pub(crate) fn pinned_region(device: &Device, bytes: usize) -> Result<Region> {
+    let allocate = || Pinned::alloc(device.context(), bytes);
+    let pinned = allocate().or_else(|error| retry_after_drain(device, error, allocate))?;
+    let (host, address) = (pinned.host(), pinned.device());
+    let owner = Owner::Slow(Box::new(pinned));
+    // SAFETY: the allocation owns `bytes` bytes at both addresses.
+    Ok(unsafe { Region::new(Some(host), address, bytes, Backing::Pinned, Some(device.clone()), owner) })
+}
+
+/// Ordinary memory, zeroed, aligned for every element type and for vector instructions; on huge pages where the system
+/// gives them for large blocks.
+pub(crate) fn pageable_region(bytes: usize, device: Option<Device>) -> Result<Region> {
+    let block = crate::os::Block::zeroed(bytes)?;
+    let host = block.address();
+    let address = device
+        .as_ref()
+        .filter(|device| device.platform().capabilities().device_reads_pageable)
+        .map(|_| host.as_ptr() as u64);
+    // SAFETY: the block owns `bytes` bytes; where the device reads pageable memory it does so at the host's address.
+    Ok(unsafe { Region::new(Some(host), address, bytes, Backing::Pageable, device, Owner::Host(Box::new(block))) })
+}
