@@ -35,8 +35,8 @@ struct Bench {
 
 impl Bench {
     fn open() -> Result<Self, Box<dyn std::error::Error>> {
-        let real = std::env::var("TRANSFER_TENSOR_DRIVER").is_ok_and(|driver| driver == "real")
-            || Device::open(0).is_ok();
+        let real =
+            std::env::var("TRANSFER_TENSOR_DRIVER").is_ok_and(|driver| driver == "real") || Device::open(0).is_ok();
         let sim = if real {
             None
         } else {
@@ -76,7 +76,11 @@ impl Raw {
         let (mut host, mut device) = (std::ptr::null_mut(), 0);
         // SAFETY: the bench's context is current.
         unsafe {
-            check(sys::cuMemHostAlloc(&mut host, bytes, sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP));
+            check(sys::cuMemHostAlloc(
+                &mut host,
+                bytes,
+                sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP,
+            ));
             check(sys::cuMemAlloc_v2(&mut device, bytes));
             host.cast::<u8>().write_bytes(0x5a, bytes);
         }
@@ -158,11 +162,23 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         }
     }
     let bench = Bench::open()?;
-    println!("{}: {}", bench.device.platform().name(), if bench.sim.is_some() { "simulated clock" } else { "wall clock" });
+    println!(
+        "{}: {}",
+        bench.device.platform().name(),
+        if bench.sim.is_some() { "simulated clock" } else { "wall clock" }
+    );
     println!("{:>4} {:>12} {:>10} {:>10} {:>7}", "", "bytes", "ours", "raw", "ratio");
     let mut rows = Vec::new();
     for &bytes in SIZES.iter().filter(|&&bytes| !quick || bytes <= 16 << 20) {
-        let rounds = if bench.sim.is_some() { 3 } else if bytes <= 1 << 20 { 501 } else if bytes <= 16 << 20 { 51 } else { 9 };
+        let rounds = if bench.sim.is_some() {
+            3
+        } else if bytes <= 1 << 20 {
+            501
+        } else if bytes <= 16 << 20 {
+            51
+        } else {
+            9
+        };
         for row in run(&bench, bytes, rounds)? {
             println!(
                 "{:>4} {:>12} {:>10.2} {:>10.2} {:>7.3} {}",

@@ -42,8 +42,8 @@ macro_rules! elements {
     ($($(#[$attribute:meta])* $type:ty => $dtype:ident;)*) => {$(
         $(#[$attribute])*
         impl sealed::Sealed for $type {}
-        // SAFETY: a number without padding; every bit pattern is a value.
         $(#[$attribute])*
+        // SAFETY: a number without padding; every bit pattern is a value.
         unsafe impl Element for $type {
             const DTYPE: DType = DType::$dtype;
         }

@@ -3,14 +3,17 @@
 //! It asks for every job in turn, more and more rarely while nothing happens (20 µs to 1 ms), and sleeps when there is no
 //! job. A job whose completion can not be established, because the device faulted, ends with that error.
 
+use std::any::Any;
 use std::collections::VecDeque;
+use std::mem::ManuallyDrop;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
 
-use crate::driver::{Driver, Pending};
+use crate::driver::memory::drop_bound;
+use crate::driver::{Context, Driver, Pending};
 use crate::error::{Error, Kind, Result};
 
 const SHORTEST: Duration = Duration::from_micros(20);
@@ -86,6 +89,21 @@ impl Waiter {
             }
         }
         true
+    }
+}
+
+/// Frees `owner` on the waiter's thread when all of `pending` has passed; keeps it for ever, and counts that, if it can not
+/// be known that it has.
+pub(crate) fn free_later(context: &Arc<Context>, waiter: &Waiter, owner: Box<dyn Any + Send>, pending: Vec<Pending>) {
+    // In a `ManuallyDrop`, so that a job which never runs leaks rather than frees.
+    let owner = ManuallyDrop::new(owner);
+    let (free, leak) = (context.clone(), context);
+    let then = Box::new(move |passed: Result<()>| match passed {
+        Ok(()) => drop_bound(&free, ManuallyDrop::into_inner(owner)),
+        Err(_) => free.count_leak(),
+    });
+    if waiter.submit(pending, then).is_err() {
+        leak.count_leak();
     }
 }
 

@@ -21,14 +21,15 @@ fn refused(call: &'static str, code: sys::CUresult) -> Error {
     }
 }
 
-/// A thread that has a context current, in the relaxed capture mode; both are put back as they were when this is dropped.
+/// A thread that has a context current, and perhaps the relaxed capture mode; both are put back as they were when this is
+/// dropped.
 ///
-/// The relaxed mode is what lets us query an event while another thread captures a graph: in the default (global) mode
-/// such a query would break that capture.
+/// The relaxed mode is what lets us allocate, or query an event, while another thread captures a graph: in the default
+/// (global) mode such a call would break that capture. Submitting work and recording events does not.
 #[derive(Debug)]
 pub(crate) struct Bound {
     previous: Option<sys::CUcontext>,
-    mode: sys::CUstreamCaptureMode,
+    mode: Option<sys::CUstreamCaptureMode>,
     /// Current contexts and capture modes belong to the thread.
     _thread: std::marker::PhantomData<*const ()>,
 }
@@ -37,6 +38,17 @@ impl Bound {
     /// Makes `context` current on this thread. Raw calls: cudarc's `bind_to_thread` would first return, and so swallow,
     /// an error that another call parked.
     pub(crate) fn enter(context: &CudaContext) -> Result<Bound> {
+        let mut bound = Self::to_submit(context)?;
+        let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+        // SAFETY: exchanges this thread's mode with the one in `mode`.
+        check("cuThreadExchangeStreamCaptureMode", unsafe { sys::cuThreadExchangeStreamCaptureMode(&mut mode) })?;
+        bound.mode = Some(mode);
+        Ok(bound)
+    }
+
+    /// As [`enter`](Bound::enter), in the thread's own capture mode: for submitting work, recording events, and asking
+    /// whether a stream is captured.
+    pub(crate) fn to_submit(context: &CudaContext) -> Result<Bound> {
         Driver::get()?;
         let wanted = context.cu_ctx();
         let mut current = std::ptr::null_mut();
@@ -49,21 +61,16 @@ impl Bound {
             check("cuCtxSetCurrent", unsafe { sys::cuCtxSetCurrent(wanted) })?;
             Some(current)
         };
-        let mut bound = Bound {
-            previous,
-            mode: sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED,
-            _thread: std::marker::PhantomData,
-        };
-        // SAFETY: exchanges this thread's mode with the one in `bound.mode`.
-        check("cuThreadExchangeStreamCaptureMode", unsafe { sys::cuThreadExchangeStreamCaptureMode(&mut bound.mode) })?;
-        Ok(bound)
+        Ok(Bound { previous, mode: None, _thread: std::marker::PhantomData })
     }
 }
 
 impl Drop for Bound {
     fn drop(&mut self) {
-        // SAFETY: same thread (the type is not Send); a failure leaves the mode relaxed, which harms nothing of ours.
-        let _ = unsafe { sys::cuThreadExchangeStreamCaptureMode(&mut self.mode) };
+        if let Some(mode) = &mut self.mode {
+            // SAFETY: same thread (the type is not Send); a failure leaves the mode relaxed, which harms nothing of ours.
+            let _ = unsafe { sys::cuThreadExchangeStreamCaptureMode(mode) };
+        }
         if let Some(previous) = self.previous {
             // SAFETY: this context was current when we came; null means "none".
             let _ = unsafe { sys::cuCtxSetCurrent(previous) };

@@ -67,6 +67,10 @@ impl Context {
         Bound::enter(&self.cuda)
     }
 
+    pub(crate) fn to_submit(&self) -> Result<Bound> {
+        Bound::to_submit(&self.cuda)
+    }
+
     pub(crate) fn counters(&self) -> &Counters {
         &self.counters
     }
@@ -74,9 +78,15 @@ impl Context {
     /// Takes an error that somebody parked in the `CudaContext` out of the way, and counts it: it belongs to a call that
     /// is over, not to the one that is about to be made.
     pub(crate) fn clear_stale(&self) {
-        if self.cuda.check_err().is_err() {
+        if self.take_parked() {
             self.counters.stale_errors.fetch_add(1, Ordering::Relaxed);
         }
+    }
+
+    /// Whether an error was parked in the `CudaContext`; it is not any more.
+    #[allow(clippy::disallowed_methods)] // The one place: before and after cudarc's own calls.
+    pub(super) fn take_parked(&self) -> bool {
+        self.cuda.check_err().is_err()
     }
 
     pub(crate) fn count_leak(&self) {

@@ -14,11 +14,17 @@ use crate::error::Result;
 /// How long a wait asks again before it blocks: a blocking wait costs 22 µs on an H200, a query loop 7.
 const POLL: Duration = Duration::from_micros(30);
 
+/// A copy that should take no longer than this is asked for until it is due: the wake-up from a blocking wait would cost a
+/// 16 MiB copy a fifth of its bandwidth (measured on an H200; docs/benchmarks.md).
+const POLL_COPY: Duration = Duration::from_micros(500);
+
 /// A point on a stream that was recorded.
 #[derive(Debug)]
 pub(crate) struct Event {
     raw: Option<RawEvent>,
     context: Arc<Context>,
+    /// How long a wait asks before it blocks.
+    poll: Duration,
 }
 
 impl Event {
@@ -26,10 +32,18 @@ impl Event {
     pub(crate) fn record(context: &Arc<Context>, stream: &Stream) -> Result<Event> {
         let raw = context.take_event()?;
         // From here on `event` gives the handle back; a handle whose record failed may be recorded again.
-        let event = Event { raw: Some(raw), context: context.clone() };
+        let event = Event { raw: Some(raw), context: context.clone(), poll: POLL };
         // SAFETY: the event and the stream belong to the current context.
         check("cuEventRecord", unsafe { sys::cuEventRecord(event.handle(), stream.handle()) })?;
         Ok(event)
+    }
+
+    /// Says that what lies before it should take `expected` from now.
+    pub(crate) fn expecting(mut self, expected: Duration) -> Event {
+        if expected <= POLL_COPY {
+            self.poll = POLL + expected * 5 / 4;
+        }
+        self
     }
 
     pub(super) fn handle(&self) -> sys::CUevent {
@@ -59,7 +73,7 @@ impl Event {
         loop {
             // SAFETY: the handle is alive and was recorded.
             match unsafe { sys::cuEventQuery(self.handle()) } {
-                sys::CUresult::CUDA_ERROR_NOT_READY if start.elapsed() < POLL => std::hint::spin_loop(),
+                sys::CUresult::CUDA_ERROR_NOT_READY if start.elapsed() < self.poll => std::hint::spin_loop(),
                 sys::CUresult::CUDA_ERROR_NOT_READY => break,
                 code => return check("cuEventQuery", code),
             }

@@ -6,6 +6,7 @@
 
 use std::ffi::c_int;
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use cudarc::driver::sys;
 
@@ -61,7 +62,6 @@ const REQUIRED: &[&str] = &[
 #[derive(Debug)]
 pub(crate) struct Driver {
     library: libloading::Library,
-    pid: u32,
     version: i32,
 }
 
@@ -74,7 +74,7 @@ impl Driver {
     pub(crate) fn get() -> Result<&'static Driver> {
         static DRIVER: OnceLock<Driver> = OnceLock::new();
         if let Some(driver) = DRIVER.get() {
-            driver.check_pid()?;
+            check_not_forked()?;
             return Ok(driver);
         }
         let library = open()?;
@@ -91,14 +91,10 @@ impl Driver {
         let mut version: c_int = 0;
         // SAFETY: the function exists and writes one integer.
         check("cuDriverGetVersion", unsafe { sys::cuDriverGetVersion(&mut version) })?;
-        let driver = DRIVER.get_or_init(|| Driver { library, pid: std::process::id(), version });
-        driver.check_pid()?;
+        let driver = DRIVER.get_or_init(|| Driver { library, version });
+        watch_forks();
+        check_not_forked()?;
         Ok(driver)
-    }
-
-    /// CUDA is unusable in a child forked after `cuInit` (CUDA C++ Programming Guide, "fork"): say so instead of hanging.
-    pub(crate) fn check_pid(&self) -> Result<()> {
-        if self.pid == std::process::id() { Ok(()) } else { Err(Error::new(Kind::Forked)) }
     }
 
     /// The CUDA version the driver supports: 1000 × major + 10 × minor.
@@ -116,6 +112,34 @@ impl Driver {
     }
 }
 
+/// Set in a child that was forked after the driver was initialised.
+static FORKED: AtomicBool = AtomicBool::new(false);
+
+/// CUDA is unusable in such a child (CUDA C++ Programming Guide, "fork"): say so instead of hanging. A flag rather than a
+/// look at the process id, which is a system call, on every transfer.
+fn check_not_forked() -> Result<()> {
+    if FORKED.load(Ordering::Relaxed) { Err(Error::new(Kind::Forked)) } else { Ok(()) }
+}
+
+#[cfg(unix)]
+fn watch_forks() {
+    type Handler = Option<unsafe extern "C" fn()>;
+    unsafe extern "C" {
+        fn pthread_atfork(prepare: Handler, parent: Handler, child: Handler) -> c_int;
+    }
+    unsafe extern "C" fn forked() {
+        FORKED.store(true, Ordering::Relaxed);
+    }
+    static ONCE: std::sync::Once = std::sync::Once::new();
+    ONCE.call_once(|| {
+        // SAFETY: the handler only sets a flag. If it can not be installed, a forked child meets the driver's own error.
+        let _ = unsafe { pthread_atfork(None, None, Some(forked)) };
+    });
+}
+
+#[cfg(not(unix))]
+fn watch_forks() {}
+
 fn hint(code: u32) -> &'static str {
     match code {
         34 => " (this is the toolkit's stub library, not a driver)",
@@ -124,12 +148,19 @@ fn hint(code: u32) -> &'static str {
     }
 }
 
-/// Opens what cudarc would open: the same names in the same order.
+/// The driver's names, in the order in which cudarc tries them. (Its own list, `get_lib_name_candidates`, exists only in
+/// builds that load the driver at run time.)
+#[cfg(windows)]
+const NAMES: &[&str] = &["cuda.dll", "nvcuda.dll"];
+#[cfg(not(windows))]
+const NAMES: &[&str] = &["libcuda.so", "libcuda.so.1", "libnvcuda.so"];
+
+/// Opens what cudarc would open.
 fn open() -> Result<libloading::Library> {
     let mut first_error = None;
-    for name in ["cuda", "nvcuda"].into_iter().flat_map(cudarc::get_lib_name_candidates) {
+    for &name in NAMES {
         // SAFETY: loading the driver runs its initialisers, as cudarc itself does.
-        match unsafe { libloading::Library::new(&name) } {
+        match unsafe { libloading::Library::new(name) } {
             Ok(library) => return Ok(library),
             Err(error) => first_error = first_error.or(Some(format!("{name}: {error}"))),
         }

@@ -198,7 +198,7 @@ pub(crate) fn note_write<T: Element>(context: &Context, slice: &mut CudaSlice<T>
     let _bound = context.enter()?;
     context.clear_stale();
     drop(slice.device_ptr_mut(stream.cuda()));
-    if context.cuda().check_err().is_err() { stream.synchronize() } else { Ok(()) }
+    if context.take_parked() { stream.synchronize() } else { Ok(()) }
 }
 
 /// Drops an owner whose drop may call cudarc (`CudaSlice`): with its context current, and with what cudarc parks there
@@ -208,7 +208,7 @@ pub(crate) fn drop_bound(context: &Context, owner: Box<dyn Any + Send>) {
         Ok(_bound) => {
             context.clear_stale();
             drop(owner);
-            if context.cuda().check_err().is_err() {
+            if context.take_parked() {
                 context.counters().free_errors.fetch_add(1, Ordering::Relaxed);
             }
         }
@@ -235,8 +235,10 @@ pub(crate) fn alias_slice<T: Element>(stream: &Arc<CudaStream>, address: u64, el
     unsafe { own.disable_event_tracking() };
     // SAFETY: the handle belongs to this context; the slice lives no longer than the guard that holds the stream.
     let stream = unsafe { own.wrap_borrowed_stream(stream.cu_stream()) };
+    #[allow(clippy::disallowed_methods)] // Without event tracking there is nothing in it that could panic.
     // SAFETY: the address is valid for the elements while the guard lives, and `forget_alias` gives up the ownership.
-    Ok(unsafe { stream.upgrade_device_ptr::<T>(address, elements) })
+    let alias = unsafe { stream.upgrade_device_ptr::<T>(address, elements) };
+    Ok(alias)
 }
 
 /// Ends an alias without freeing what it names.

@@ -17,14 +17,15 @@ mod routes;
 pub(crate) struct Primary {
     device: sys::CUdevice,
     previous: sys::CUcontext,
-    mode: sys::CUstreamCaptureMode,
-    /// Current contexts and capture modes belong to the thread.
-    _thread: std::marker::PhantomData<*const ()>,
+    /// Dropped last: releasing the context would break a capture in the mode that the thread came with.
+    _relaxed: Relaxed,
 }
 
 impl Primary {
     pub(crate) fn retain(ordinal: usize) -> Result<Self> {
         Driver::get()?;
+        // Before anything else: retaining a context breaks a capture too.
+        let relaxed = Relaxed::enter()?;
         let mut device = 0;
         // SAFETY: the driver is loaded; the call writes one integer.
         check("cuDeviceGet", unsafe { sys::cuDeviceGet(&mut device, as_int(ordinal)) })
@@ -35,13 +36,9 @@ impl Primary {
         // SAFETY: the device exists (above); the call writes one pointer. `drop` releases what is retained here.
         check("cuDevicePrimaryCtxRetain", unsafe { sys::cuDevicePrimaryCtxRetain(&mut context, device) })
             .map_err(|error| no_device(ordinal, &error))?;
-        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
-        let mut primary = Self { device, previous, mode, _thread: std::marker::PhantomData };
+        let primary = Self { device, previous, _relaxed: relaxed };
         // SAFETY: the context was retained just above and stays so until `primary` is dropped.
         check("cuCtxSetCurrent", unsafe { sys::cuCtxSetCurrent(context) })?;
-        // SAFETY: exchanges this thread's capture mode with the one in `primary.mode`.
-        let exchanged = unsafe { sys::cuThreadExchangeStreamCaptureMode(&mut primary.mode) };
-        check("cuThreadExchangeStreamCaptureMode", exchanged)?;
         Ok(primary)
     }
 
@@ -52,13 +49,35 @@ impl Primary {
 
 impl Drop for Primary {
     fn drop(&mut self) {
-        // SAFETY: same thread (the type is not Send). If the exchange in `retain` failed this writes the relaxed mode
-        // that `mode` still holds, which harms nothing.
-        let _ = unsafe { sys::cuThreadExchangeStreamCaptureMode(&mut self.mode) };
-        // SAFETY: this context was current when we came; null means "none".
+        // SAFETY: same thread (the type is not Send). This context was current when we came; null means "none".
         let _ = unsafe { sys::cuCtxSetCurrent(self.previous) };
         // SAFETY: retained once in `retain`, released once here.
         let _ = unsafe { sys::cuDevicePrimaryCtxRelease_v2(self.device) };
+    }
+}
+
+/// The relaxed capture mode on this thread, until dropped.
+#[derive(Debug)]
+struct Relaxed {
+    mode: sys::CUstreamCaptureMode,
+    /// Capture modes belong to the thread.
+    _thread: std::marker::PhantomData<*const ()>,
+}
+
+impl Relaxed {
+    fn enter() -> Result<Self> {
+        let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+        // SAFETY: exchanges this thread's mode with the one in `mode`; needs no context.
+        let exchanged = unsafe { sys::cuThreadExchangeStreamCaptureMode(&mut mode) };
+        check("cuThreadExchangeStreamCaptureMode", exchanged)?;
+        Ok(Self { mode, _thread: std::marker::PhantomData })
+    }
+}
+
+impl Drop for Relaxed {
+    fn drop(&mut self) {
+        // SAFETY: same thread; puts the mode back. A failure leaves the relaxed one, which harms nothing of ours.
+        let _ = unsafe { sys::cuThreadExchangeStreamCaptureMode(&mut self.mode) };
     }
 }
 
@@ -156,15 +175,17 @@ fn uuid(device: sys::CUdevice) -> Option<String> {
     Some(uuid.bytes.iter().map(|byte| format!("{:02x}", *byte as u8)).collect())
 }
 
-/// The memory of the device whose context is current on this thread.
+/// The memory of the device whose context is current on this thread; `total` as `cuDeviceTotalMem` told it.
 pub(crate) fn memory(total: u64) -> DriverMemory {
+    let mut all = 0;
     // Twice, because on some machines the figure moves on its own (page cache in GPU memory).
     let free = (0..2).map(|_| {
-        let (mut free, mut all) = (0, 0);
+        let mut free = 0;
         // SAFETY: a context is current; the call writes two integers.
         check("cuMemGetInfo", unsafe { sys::cuMemGetInfo_v2(&mut free, &mut all) }).map(|()| free as u64)
     });
-    DriverMemory { total, free: free.collect::<Result<Vec<_>>>().map_err(|error| error.to_string()) }
+    let free = free.collect::<Result<Vec<_>>>().map_err(|error| error.to_string());
+    DriverMemory { total: if total == 0 { all as u64 } else { total }, free }
 }
 
 /// The memory of the device of the caller's context.

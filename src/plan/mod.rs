@@ -219,10 +219,7 @@ pub fn plan(platform: &Platform, memory: &MemoryFigures, request: &Request) -> R
         .collect();
     let chunk_bytes = cost::chunk_bytes(strategy, request);
     if chunk_bytes > 0 {
-        reasons.push(format!(
-            "copied in pieces of {} MiB so that the copy overlaps with the CPU's work",
-            chunk_bytes >> 20
-        ));
+        reasons.push(format!("copied in pieces of {} MiB", chunk_bytes >> 20));
     }
     Ok(Decision { strategy, backing, chunk_bytes, reasons, estimates })
 }
@@ -241,8 +238,11 @@ fn refusal<'a>(
         (None, None) => "a transfer".into(),
     };
     if let Some(candidate) = asked.clone().find(|candidate| candidate.standing == Standing::TooBig) {
-        let why = candidate.why.clone();
-        return Error::new(Kind::OutOfMemory { what: "tensor", bytes: request.bytes, why: format!("{what}: {why}") });
+        let why = match (forced, request.backing) {
+            (None, None) => candidate.why.clone(),
+            _ => format!("{what}: {}", candidate.why),
+        };
+        return Error::new(Kind::OutOfMemory { what: "tensor", bytes: request.bytes, why });
     }
     let mut why: Vec<&str> = asked.map(|candidate| candidate.why.as_str()).collect();
     why.dedup();

@@ -82,7 +82,7 @@ fn ways(platform: &Platform, memory: &MemoryFigures, request: &Request) -> Vec<C
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 2000, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 500, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
     fn the_decision_is_the_least_of_its_own_estimates(platform in platforms(), memory in memories(), request in requests()) {

@@ -73,7 +73,11 @@ impl Detector {
         self.platform(facts)
     }
 
-    /// Detects the device of the caller's context, in that context. Never fails, as [`detect`](Self::detect).
+    /// Detects the device of the caller's context, in that context; no other is retained. Never fails, as
+    /// [`detect`](Self::detect).
+    ///
+    /// Freeing what the probe allocated may wait for work that is queued in the context. Detect before the work starts,
+    /// keep the platform, or turn [`probe`](Self::probe) off.
     pub fn detect_in(&self, context: &Arc<CudaContext>) -> Platform {
         self.platform(probe::facts_in(context, self.probe))
     }
@@ -85,6 +89,14 @@ impl Detector {
             Ok(count) => (0..count).map(|ordinal| self.detect(ordinal)).collect(),
             Err(error) => vec![self.host_only(error.to_string())],
         }
+    }
+
+    /// How many devices the driver sees.
+    ///
+    /// # Errors
+    /// There is no usable driver.
+    pub fn device_count() -> Result<usize> {
+        probe::device_count()
     }
 
     fn platform(&self, facts: Result<super::Facts>) -> Platform {

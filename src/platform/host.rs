@@ -21,6 +21,9 @@ pub struct Topology {
     pub max_link_speed: Option<String>,
     /// Its link's width in lanes.
     pub link_width: Option<u32>,
+    /// Who manages the GPU's memory on Grace, in the kernel driver's words: `numa` (the system does, and may put page
+    /// cache there) or `driver`.
+    pub gpu_memory_mode: Option<String>,
 }
 
 fn text(path: &Path) -> Option<String> {
@@ -47,11 +50,16 @@ pub(crate) fn is_wsl(root: &Path) -> bool {
 }
 
 pub(crate) fn topology(root: &Path, pci_bus_id: Option<String>) -> Topology {
-    let Some(id) = pci_bus_id else { return Topology::default() };
+    let gpu_memory_mode = text(&root.join("proc/driver/nvidia/params")).and_then(|params| {
+        let line = params.lines().find_map(|line| line.strip_prefix("CoherentGPUMemoryMode:"))?;
+        Some(line.trim().trim_matches('"').to_owned()).filter(|mode| !mode.is_empty())
+    });
+    let nowhere = Topology { gpu_memory_mode, ..Topology::default() };
+    let Some(id) = pci_bus_id else { return nowhere };
     // The id comes from the driver and becomes a path: only its own alphabet passes.
     let plain = id.chars().all(|c| c.is_ascii_hexdigit() || matches!(c, ':' | '.')) && !id.contains("..");
     if !plain {
-        return Topology { pci_bus_id: Some(id), ..Topology::default() };
+        return Topology { pci_bus_id: Some(id), ..nowhere };
     }
     let folder = root.join("sys/bus/pci/devices").join(id.to_ascii_lowercase());
     Topology {
@@ -60,6 +68,7 @@ pub(crate) fn topology(root: &Path, pci_bus_id: Option<String>) -> Topology {
         max_link_speed: trimmed(&folder.join("max_link_speed")),
         link_width: trimmed(&folder.join("current_link_width")).and_then(|width| width.parse().ok()),
         pci_bus_id: Some(id),
+        ..nowhere
     }
 }
 
@@ -160,10 +169,12 @@ mod tests {
             ("sys/bus/pci/devices/0000:9a:00.0/numa_node", "1\n"),
             ("sys/bus/pci/devices/0000:9a:00.0/current_link_speed", "32.0 GT/s PCIe\n"),
             ("sys/bus/pci/devices/0000:9a:00.0/current_link_width", "16\n"),
+            ("proc/driver/nvidia/params", "Other: 1\nCoherentGPUMemoryMode: \"driver\"\n"),
         ]);
         let found = topology(root.path(), Some("0000:9A:00.0".into()));
         assert_eq!((found.numa_node, found.link_width), (Some(1), Some(16)));
         assert_eq!(found.link_speed.as_deref(), Some("32.0 GT/s PCIe"));
+        assert_eq!(found.gpu_memory_mode.as_deref(), Some("driver"));
         let none = topology(root.path(), Some("../../etc".into()));
         assert_eq!(none.numa_node, None);
         // "-1" means that there is no such node.

@@ -31,7 +31,7 @@ pub(crate) struct CgroupTexts {
 /// What the driver said.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct DriverMemory {
-    /// `cuDeviceTotalMem`.
+    /// `cuDeviceTotalMem`, or `cuMemGetInfo`'s total; 0 where both failed.
     pub(crate) total: u64,
     /// `cuMemGetInfo`, sampled more than once, or why it failed.
     pub(crate) free: Result<Vec<u64>, String>,
@@ -123,9 +123,12 @@ pub(crate) fn figures(one_memory: bool, driver: Option<&DriverMemory>, host: &Ho
         notes.push(format!("free device memory is unknown: {why}"));
     }
 
+    let total = driver.map(|driver| driver.total).filter(|total| *total > 0);
+    let cap = total.unwrap_or(u64::MAX);
     let (free_bytes, total_bytes) = match driver {
         None => (host_available.unwrap_or(0), host_total.unwrap_or(0)),
-        Some(driver) if one_memory => {
+        Some(_) if one_memory => {
+            let total = total.or(host_total).unwrap_or(0);
             let free = match (available, driver_free) {
                 (Some(available), _) => available,
                 (None, Some((free, _))) => {
@@ -135,16 +138,16 @@ pub(crate) fn figures(one_memory: bool, driver: Option<&DriverMemory>, host: &Ho
                 (None, None) => {
                     notes
                         .push("neither MemAvailable nor the driver's figure could be read; the total stands in".into());
-                    driver.total
+                    total
                 }
             };
-            (free.min(driver.total).min(room.unwrap_or(u64::MAX)), driver.total)
+            (free.min(cap).min(room.unwrap_or(u64::MAX)), total)
         }
-        Some(driver) => match driver_free {
-            Some((free, _)) => (free.min(driver.total), driver.total),
-            // Nothing better is known; the allocation itself will say.
-            None => (driver.total, driver.total),
-        },
+        // Where the driver's figure is missing nothing better is known; the allocation itself will say.
+        Some(_) => {
+            let total = total.unwrap_or(0);
+            (driver_free.map_or(total, |(free, _)| free.min(cap)), total)
+        }
     };
     MemoryFigures {
         free_bytes,

@@ -317,6 +317,9 @@ impl fmt::Display for Platform {
                 write!(f, ", NUMA node {node}")?;
             }
         }
+        if let Some(mode) = &self.topology.gpu_memory_mode {
+            write!(f, "\n  GPU memory    managed by {mode}")?;
+        }
         for (name, value) in self.capabilities.flags() {
             write!(f, "\n  {name:<24}{}", if value { "yes" } else { "no" })?;
         }

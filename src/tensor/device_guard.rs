@@ -14,9 +14,8 @@ use cudarc::driver::{
     SyncOnDrop,
 };
 
-use super::region::Region;
+use super::region::{Region, Submitted};
 use super::store::Store;
-use super::track::UseId;
 use crate::driver::memory::{alias_slice, forget_alias};
 use crate::driver::{Event, Stream};
 use crate::element::Element;
@@ -50,8 +49,9 @@ struct Access<'a, T: Element> {
 
 struct Used {
     region: Arc<Region>,
-    id: UseId,
     write: bool,
+    /// The guard's own use, and those of the copies that were made for it.
+    submitted: Submitted,
 }
 
 impl<'a, T: Element> Access<'a, T> {
@@ -73,13 +73,14 @@ impl<'a, T: Element> Access<'a, T> {
         if range.is_empty() {
             return Ok(access);
         }
-        let _bound = device.context().enter()?;
+        let _bound = device.context().to_submit()?;
         access.stream.check_not_capturing(OPERATION)?;
-        let region = store.on_device(range, write, &access.stream)?;
+        let (region, mut submitted) = store.on_device(range, write, &access.stream)?;
         region.order(&access.stream, range, write)?;
         access.address = region.device()? + range.start as u64;
         let id = region.open(&access.stream, range, write);
-        access.used = Some(Used { region, id, write });
+        submitted.push(&region, id);
+        access.used = Some(Used { region, write, submitted });
         Ok(access)
     }
 
@@ -125,15 +126,15 @@ impl<T: Element> Drop for Access<'_, T> {
         if let Some(alias) = self.alias.take() {
             forget_alias(alias);
         }
-        let Some(used) = &self.used else { return };
+        let Some(used) = &mut self.used else { return };
         let Some(device) = used.region.on() else { return };
         // If any of this fails the use stays open, and whoever comes next waits for the whole stream.
-        let recorded = device.context().enter().and_then(|_bound| {
+        let recorded = device.context().to_submit().and_then(|_bound| {
             self.stream.check_not_capturing("dropping a device guard")?;
             Event::record(device.context(), &self.stream)
         });
         if let Ok(event) = recorded {
-            used.region.close(used.id, Arc::new(event));
+            used.submitted.close(&Arc::new(event));
         }
     }
 }

@@ -28,8 +28,8 @@ use self::region::Region;
 use self::store::Store;
 use self::view::{Window, part_doc};
 use crate::device::Device;
-use crate::driver::Stream;
 use crate::driver::managed::{self, Advice, Location};
+use crate::driver::{Event, Stream};
 use crate::element::Element;
 use crate::error::{Error, Kind, Refused, Result};
 use crate::layout::Shape;
@@ -374,9 +374,9 @@ impl<T: Element> TransferTensor<T> {
         let taken = Arc::try_unwrap(region).and_then(|region| {
             let region = match region.reclaim::<Vec<T>>() {
                 Ok(values) => return Ok(values),
-                Err(region) => region,
+                Err(region) => Arc::try_unwrap(region)?,
             };
-            region.reclaim::<RegisteredVec<T>>().map(RegisteredVec::into_vec).map_err(Arc::new)
+            region.reclaim::<RegisteredVec<T>>().map(RegisteredVec::into_vec)
         });
         taken.or_else(|region| {
             self.store.with_state(|state| {
@@ -422,8 +422,9 @@ impl<T: Element> TransferTensor<T> {
         let existing = self.store.with_state(|state| state.device.as_ref().and_then(|region| region.stream()));
         let stream = existing.unwrap_or_else(|| Stream::of_caller(device.stream()));
         stream.check_not_capturing("into_cuda_slice")?;
-        let region = self.store.on_device(&all, true, &stream)?;
+        let (region, mut submitted) = self.store.on_device(&all, true, &stream)?;
         region.order(&stream, &all, true)?;
+        submitted.close(&Arc::new(Event::record(device.context(), &stream)?));
         Ok(stream)
     }
 
@@ -448,7 +449,7 @@ impl<T: Element> TransferTensor<T> {
             }
             (Ok(_), None) => refuse("there is no device", self),
             (Err(region), _) => {
-                self.store.with_state(|state| state.device = Some(Arc::new(region)));
+                self.store.with_state(|state| state.device = Some(region));
                 refuse("its device memory is not a slice of this element type that only it holds", self)
             }
         }
@@ -480,7 +481,7 @@ impl<T: Element> TransferTensor<T> {
         // Noted as a read: the memory must not be freed under it, and its bytes do not change.
         let id = region.open(&stream, &(0..region.bytes()), false);
         managed::prefetch(device.context(), region.device()?, region.bytes(), location, &stream)?;
-        region.close(id, Arc::new(crate::driver::Event::record(device.context(), &stream)?));
+        region.close(id, Arc::new(Event::record(device.context(), &stream)?));
         Ok(())
     }
 

@@ -466,7 +466,7 @@ impl<'d> TensorOptions<'d> {
     ) -> Result<TransferTensor<T>> {
         let shape = shape.into();
         let bytes = shape.bytes(size_of::<T>())?;
-        if address % align_of::<T>() as u64 != 0 {
+        if !address.is_multiple_of(align_of::<T>() as u64) {
             let value = address as usize;
             return Err(Error::new(Kind::Misaligned { what: "the device address", value, align: align_of::<T>() }));
         }
@@ -558,7 +558,7 @@ fn shared_part<'o, T: Element>(bytes: &'o [u8], range: &Range<usize>, shape: &Sh
         return Err(Error::new(Kind::Shape { shape: shape.dims().to_vec(), needs: shape.elements()?, got }));
     }
     let address = part.as_ptr() as usize;
-    if !part.is_empty() && address % align_of::<T>() != 0 {
+    if !part.is_empty() && !address.is_multiple_of(align_of::<T>()) {
         return Err(Error::new(Kind::Misaligned { what: "the address", value: address, align: align_of::<T>() }));
     }
     Ok(part)

@@ -7,10 +7,11 @@ use std::any::Any;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use parking_lot::Mutex;
 
-use super::region::{Owner, Region};
+use super::region::{Owner, Region, Submitted};
 use crate::device::Device;
 use crate::driver::memory::{Pinned, alloc_device, slice_address};
 use crate::driver::{Event, Stream, Way, copy};
@@ -173,7 +174,7 @@ impl Store {
 
     fn download_part(&self, source: &Arc<Region>, target: &Arc<Region>, part: &Range<usize>) -> Result<()> {
         let device = self.need_device("a download")?;
-        let _bound = device.context().enter()?;
+        let _bound = device.context().to_submit()?;
         let stream = device.context().copy_stream(Way::Down)?;
         source.order(&stream, part, false)?;
         let (from, to) = (source.device()? + part.start as u64, target.host()?);
@@ -182,7 +183,9 @@ impl Store {
             let (read, write) = (source.open(&stream, part, false), target.open(&stream, part, true));
             // SAFETY: both ends are inside their regions, which track the copy and outlive it.
             unsafe { copy::device_to_host(to.as_ptr().add(part.start), from, part.len(), &stream)? };
-            let event = Arc::new(Event::record(device.context(), &stream)?);
+            let seconds = device.platform().figures().device_to_host.seconds(part.len() as u64);
+            let expected = Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX);
+            let event = Arc::new(Event::record(device.context(), &stream)?.expecting(expected));
             source.close(read, event.clone());
             target.close(write, event);
         } else {
@@ -200,9 +203,14 @@ impl Store {
     }
 
     /// The device's region with `range` current once `stream` has passed, and, for a write, with the host's copy of it
-    /// stale. `stream` is not yet ordered after the uses of the region: `Region::order` is the caller's. The context is
-    /// current.
-    pub(crate) fn on_device(&self, range: &Range<usize>, write: bool, stream: &Stream) -> Result<Arc<Region>> {
+    /// stale. `stream` is not yet ordered after the uses of the region: `Region::order` is the caller's. So is closing the
+    /// uses that were opened for copies, with an event that lies behind them. The context is current.
+    pub(crate) fn on_device(
+        &self,
+        range: &Range<usize>,
+        write: bool,
+        stream: &Stream,
+    ) -> Result<(Arc<Region>, Submitted)> {
         let device = self.need_device("device access")?;
         let mut state = self.state.lock();
         if !state.shared && state.device.is_none() {
@@ -210,6 +218,7 @@ impl Store {
         }
         let region = if state.shared { state.host.clone() } else { state.device.clone() };
         let region = region.ok_or_else(|| Error::unsupported("a device view", "no device memory"))?;
+        let mut submitted = Submitted::default();
         if state.shared {
             if state.fence && !device.platform().capabilities().io_coherent {
                 // The host's writes become visible to the device at a synchronisation (CUDA for Tegra, I/O coherency).
@@ -217,12 +226,12 @@ impl Store {
             }
             state.fence = false;
         } else {
-            self.upload(device, &mut state, &region, range, stream)?;
+            self.upload(device, &mut state, &region, range, stream, &mut submitted)?;
         }
         if write {
             state.host_current.remove(range);
         }
-        Ok(region)
+        Ok((region, submitted))
     }
 
     fn upload(
@@ -232,6 +241,7 @@ impl Store {
         target: &Arc<Region>,
         range: &Range<usize>,
         stream: &Stream,
+        submitted: &mut Submitted,
     ) -> Result<()> {
         for missing in state.device_current.missing(range) {
             let mut zero = RangeSet::default();
@@ -239,7 +249,7 @@ impl Store {
             for part in state.host_current.within(&missing) {
                 zero.remove(&part);
                 let source = state.host.clone().ok_or_else(|| Error::unsupported("an upload", "no host memory"))?;
-                self.upload_part(device, &source, target, &part, stream)?;
+                self.upload_part(device, &source, target, &part, stream, submitted)?;
                 state.device_current.insert(&part);
             }
             for part in zero.within(&missing) {
@@ -247,7 +257,7 @@ impl Store {
                 let write = target.open(stream, &part, true);
                 // SAFETY: inside the region, which tracks the write and outlives it.
                 unsafe { copy::zero(target.device()? + part.start as u64, part.len(), stream)? };
-                target.close(write, Arc::new(Event::record(device.context(), stream)?));
+                submitted.push(target, write);
                 state.device_current.insert(&part);
             }
         }
@@ -261,6 +271,7 @@ impl Store {
         target: &Arc<Region>,
         part: &Range<usize>,
         stream: &Stream,
+        submitted: &mut Submitted,
     ) -> Result<()> {
         target.order(stream, part, true)?;
         let (from, to) = (source.host()?, target.device()? + part.start as u64);
@@ -272,15 +283,13 @@ impl Store {
             let read = source.open(stream, part, false);
             // SAFETY: both ends are inside their regions, which track the copy and outlive it.
             unsafe { copy::host_to_device(to, from, part.len(), stream)? };
-            let event = Arc::new(Event::record(device.context(), stream)?);
-            source.close(read, event.clone());
-            target.close(write, event);
+            submitted.push(source, read);
         } else {
             source.wait(part, false)?;
             // SAFETY: as above; the source is read before the call returns, under the state's lock.
             unsafe { device.staging_up().up(device.context(), to, from, part.len(), stream)? };
-            target.close(write, Arc::new(Event::record(device.context(), stream)?));
         }
+        submitted.push(target, write);
         self.count_upload(part.len());
         Ok(())
     }
@@ -315,11 +324,7 @@ impl Store {
 
 /// Memory that was dropped may still be waiting to be freed: after an out-of-memory, wait for that and try once more.
 pub(crate) fn retry_after_drain<R>(device: &Device, error: Error, again: impl FnOnce() -> Result<R>) -> Result<R> {
-    if error.is_out_of_memory() && device.drain(std::time::Duration::from_secs(2)).is_ok() {
-        again()
-    } else {
-        Err(error)
-    }
+    if error.is_out_of_memory() && device.drain(Duration::from_secs(2)).is_ok() { again() } else { Err(error) }
 }
 
 /// Pinned memory, not yet set.

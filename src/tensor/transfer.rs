@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use super::TransferTensor;
 use super::store::Store;
 use crate::complete::Signal;
-use crate::driver::{Pending, Way};
+use crate::driver::{Event, Pending, Way};
 use crate::element::Element;
 use crate::error::{Error, Kind, Refused, Result};
 
@@ -33,9 +33,10 @@ pub(super) fn start_to_device(store: &Store) -> Result<Vec<Pending>> {
     if all.is_empty() {
         return Ok(Vec::new());
     }
-    let _bound = device.context().enter()?;
+    let _bound = device.context().to_submit()?;
     let stream = device.context().copy_stream(Way::Up)?;
-    let region = store.on_device(&all, false, &stream)?;
+    let (region, mut submitted) = store.on_device(&all, false, &stream)?;
+    submitted.close(&Arc::new(Event::record(device.context(), &stream)?));
     Ok(region.pending(&all, false))
 }
 
@@ -133,7 +134,10 @@ impl<T: Element> Transfer<T> {
         let device = self.tensor.as_ref().and_then(|tensor| tensor.device_handle().cloned());
         let submitted = match device {
             Some(device) => device.waiter().submit(self.pending.clone(), Box::new(move |result| told.set(result))),
-            None => Ok(told.set(Ok(()))),
+            None => {
+                told.set(Ok(()));
+                Ok(())
+            }
         };
         if let Err((error, _)) = submitted {
             signal.set(Err(error));

@@ -127,7 +127,9 @@ export! {
                 return Err(INVALID_VALUE);
             }
             let dev = st.device(here.device)?;
-            if !dev.profile.behaviour.gpu_can_access_sysmem || !dev.has(CAN_MAP_HOST_MEMORY) {
+            // An attribute that the profile does not state is unknown, not refused.
+            let refused = dev.profile.attribute(CAN_MAP_HOST_MEMORY) == Some(0);
+            if refused || !dev.profile.behaviour.gpu_can_access_sysmem {
                 return Err(NOT_SUPPORTED);
             }
             let pageable = dev.reads_pageable();
@@ -201,7 +203,7 @@ fn register(st: &mut Guard, here: Here, address: u64, len: u64, flags: u32) -> R
     if let Some(error) = dev.profile.behaviour.host_register_error {
         return Err(error);
     }
-    if !dev.has(attribute::HOST_REGISTER_SUPPORTED) {
+    if dev.profile.attribute(attribute::HOST_REGISTER_SUPPORTED) == Some(0) {
         return Err(NOT_SUPPORTED);
     }
     if address == 0 || len == 0 || flags > 15 || address.checked_add(len).is_none() {
