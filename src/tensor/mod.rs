@@ -500,6 +500,9 @@ impl<T: Element> TransferTensor<T> {
     /// # Errors
     /// As [`host`](Self::host).
     pub fn release_device(&mut self) -> Result<u64> {
+        if self.is_empty() {
+            return Ok(0);
+        }
         let all = 0..self.store.bytes();
         let region = self.store.on_host(&all, false)?;
         region.wait(&all, false)?;
