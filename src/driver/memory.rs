@@ -174,41 +174,39 @@ impl Drop for Registration {
 /// `CudaSlice<T>` that it can become again. Its bytes are not set.
 pub(crate) fn alloc_device<T: Element>(context: &Context, stream: &Stream, elements: usize) -> Result<CudaSlice<T>> {
     let _bound = context.enter()?;
-    context.clear_stale();
     // SAFETY: nobody reads the memory through this slice before it is written (`tensor::store` tracks that).
-    let slice = unsafe { stream.cuda().alloc::<T>(elements) };
-    slice.map_err(|error| {
+    let alloc = || unsafe { stream.cuda().alloc::<T>(elements) };
+    context.unparked(stream.cuda().context(), "cuMemAlloc", alloc)?.map_err(|error| {
         out_of_memory(cudarc_error("cuMemAlloc", error), "device memory", elements.saturating_mul(size_of::<T>()))
     })
 }
 
-/// The address of a slice. Makes `stream` wait for what cudarc knows to be running on it.
-pub(crate) fn slice_address<T: Element>(slice: &CudaSlice<T>, stream: &Stream) -> u64 {
-    slice.device_ptr(stream.cuda()).0
+/// The address of a slice, to read from. Makes `stream` wait for the writes that cudarc knows to be running on it; where
+/// that fails, which cudarc does not return, the address is not to be used. The context is current.
+pub(crate) fn slice_address<T: Element>(context: &Context, slice: &CudaSlice<T>, stream: &Stream) -> Result<u64> {
+    context.unparked(stream.cuda().context(), "cuStreamWaitEvent", || slice.device_ptr(stream.cuda()).0)
 }
 
-/// Takes over a slice of the caller's: makes `stream` wait for what cudarc knows to be running on it.
-pub(crate) fn adopt_slice<T: Element>(slice: &mut CudaSlice<T>, stream: &Stream) -> u64 {
-    slice.device_ptr_mut(stream.cuda()).0
+/// As [`slice_address`], to write to: `stream` waits for reads too.
+pub(crate) fn adopt_slice<T: Element>(context: &Context, slice: &mut CudaSlice<T>, stream: &Stream) -> Result<u64> {
+    context.unparked(stream.cuda().context(), "cuStreamWaitEvent", || slice.device_ptr_mut(stream.cuda()).0)
 }
 
 /// Tells cudarc's tracking of a slice that goes to the caller that all of ours lies before this point of `stream`. Where
 /// cudarc can not note it, waits instead.
 pub(crate) fn note_write<T: Element>(context: &Context, slice: &mut CudaSlice<T>, stream: &Stream) -> Result<()> {
     let _bound = context.enter()?;
-    context.clear_stale();
-    drop(slice.device_ptr_mut(stream.cuda()));
-    if context.take_parked() { stream.synchronize() } else { Ok(()) }
+    let noted =
+        context.unparked(stream.cuda().context(), "cuEventRecord", || drop(slice.device_ptr_mut(stream.cuda())));
+    noted.or_else(|_| stream.synchronize())
 }
 
-/// Drops an owner whose drop may call cudarc (`CudaSlice`): with its context current, and with what cudarc parks there
-/// counted as ours rather than left for the next caller.
-pub(crate) fn drop_bound(context: &Context, owner: Box<dyn Any + Send>) {
+/// Drops an owner whose drop may call cudarc (a `CudaSlice` with the handle `cuda`): with its context current, and with
+/// what cudarc parks in the handle counted as ours rather than left for the next caller.
+pub(crate) fn drop_bound(context: &Context, cuda: &CudaContext, owner: Box<dyn Any + Send>) {
     match context.enter() {
         Ok(_bound) => {
-            context.clear_stale();
-            drop(owner);
-            if context.take_parked() {
+            if context.unparked(cuda, "cuMemFree", || drop(owner)).is_err() {
                 context.counters().free_errors.fetch_add(1, Ordering::Relaxed);
             }
         }

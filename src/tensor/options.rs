@@ -5,13 +5,13 @@ use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use cudarc::driver::{CudaSlice, DevicePtr};
+use cudarc::driver::CudaSlice;
 
 use super::region::{Owner, Region};
 use super::store::{State, Store, pageable_region, pinned_region};
 use super::{TransferTensor, check_elements};
 use crate::device::Device;
-use crate::driver::memory::{Managed, Registration, adopt_slice};
+use crate::driver::memory::{Managed, Registration, adopt_slice, slice_address};
 use crate::driver::{Event, Stream};
 use crate::element::{Element, bytes_of};
 use crate::error::{Error, Kind, Refused, Result};
@@ -347,8 +347,7 @@ impl<'d> TensorOptions<'d> {
             let stream = Stream::of_caller(slice.stream());
             let _bound = device.context().enter()?;
             stream.check_not_capturing("from_cuda_slice")?;
-            device.context().clear_stale();
-            let address = adopt_slice(&mut slice, &stream);
+            let address = adopt_slice(device.context(), &mut slice, &stream)?;
             Ok((device, decision, stream, address))
         });
         match adopted {
@@ -382,8 +381,7 @@ impl<'d> TensorOptions<'d> {
         let address = {
             let _bound = device.context().enter()?;
             stream.check_not_capturing("from_shared_cuda_slice")?;
-            device.context().clear_stale();
-            slice.device_ptr(stream.cuda()).0
+            slice_address(device.context(), &slice, &stream)?
         };
         let bytes = slice.num_bytes();
         let owner = Owner::Device { slice: Box::new(slice), stream: stream.clone(), adopted: true };

@@ -6,6 +6,7 @@ use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
+use cudarc::driver::CudaContext;
 use parking_lot::Mutex;
 
 use super::track::{Conflict, Track, UseId};
@@ -167,7 +168,7 @@ impl Region {
     }
 
     /// Notes that the device address went to a stream that we do not know.
-    pub(crate) fn mark_foreign(&self, context: &Arc<cudarc::driver::CudaContext>, write: bool) {
+    pub(crate) fn mark_foreign(&self, context: &Arc<CudaContext>, write: bool) {
         self.track.lock().foreign(context, write);
     }
 
@@ -238,15 +239,16 @@ fn retire(device: &Device, owner: Owner, pending: Vec<Pending>) {
     }
     match owner {
         Owner::Host(any) if pending.is_empty() => drop(any),
-        Owner::Host(any) | Owner::Slow(any) => later(device, any, pending),
+        Owner::Host(any) | Owner::Slow(any) => later(device, context.cuda().clone(), any, pending),
         Owner::Device { slice, stream, adopted } => {
             let in_order = free_in_order(device, &stream, adopted, &pending);
             match in_order {
-                Ok(()) => drop_bound(context, slice),
+                Ok(()) => drop_bound(context, stream.cuda().context(), slice),
                 Err(_) => {
                     let mut pending = pending;
+                    let cuda = stream.cuda().context().clone();
                     pending.push(Pending::Capture(stream));
-                    later(device, slice, pending);
+                    later(device, cuda, slice, pending);
                 }
             }
         }
@@ -283,13 +285,14 @@ fn free_in_order(device: &Device, stream: &Stream, adopted: bool, pending: &[Pen
     Ok(())
 }
 
-fn later(device: &Device, any: Box<dyn Any + Send>, pending: Vec<Pending>) {
+/// Frees `any`, made with the handle `cuda`, once all of `pending` has passed.
+fn later(device: &Device, cuda: Arc<CudaContext>, any: Box<dyn Any + Send>, pending: Vec<Pending>) {
     let context = device.context().clone();
     let leak = context.clone();
     // Kept in a `ManuallyDrop`, so that a job which never runs leaks rather than frees.
     let any = std::mem::ManuallyDrop::new(any);
     let then = Box::new(move |passed: Result<()>| match passed {
-        Ok(()) => drop_bound(&context, std::mem::ManuallyDrop::into_inner(any)),
+        Ok(()) => drop_bound(&context, &cuda, std::mem::ManuallyDrop::into_inner(any)),
         Err(_) => context.count_leak(),
     });
     if device.waiter().submit(pending, then).is_err() {

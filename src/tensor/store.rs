@@ -51,7 +51,7 @@ type AllocDevice = fn(&Device, &Stream, usize) -> Result<(Box<dyn Any + Send>, u
 
 fn allocate<T: Element>(device: &Device, stream: &Stream, bytes: usize) -> Result<(Box<dyn Any + Send>, u64)> {
     let slice = alloc_device::<T>(device.context(), stream, bytes / size_of::<T>())?;
-    let address = slice_address(&slice, stream);
+    let address = slice_address(device.context(), &slice, stream)?;
     Ok((Box::new(slice), address))
 }
 

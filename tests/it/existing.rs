@@ -49,7 +49,8 @@ fn values_come_back_from_a_refusal() {
     assert!(refused.error.is_invalid_input() && refused.error.to_string().contains("[4]"), "{}", refused.error);
     let refused = gpu.device.tensor().strategy(Strategy::Coherent).from_vec(refused.value, [3]).unwrap_err();
     assert!(refused.error.is_unsupported(), "{}", refused.error);
-    let refused = gpu.device.tensor().backing(Backing::Device).strategy(Strategy::ZeroCopy).from_vec(refused.value, [3]);
+    let refused =
+        gpu.device.tensor().backing(Backing::Device).strategy(Strategy::ZeroCopy).from_vec(refused.value, [3]);
     let refused = refused.unwrap_err();
     assert!(refused.error.is_unsupported(), "{}", refused.error);
     assert_eq!(refused.value.as_ptr(), address);
@@ -181,12 +182,14 @@ fn a_slice_of_another_context_is_refused() {
     assert!(refused.error.is_invalid_input() && refused.error.to_string().contains("context"), "{}", refused.error);
     assert_eq!(other.stream.clone_dtoh(&refused.value).unwrap(), [1, 2, 3]);
     let shared = Arc::new(refused.value);
-    assert!(gpu.device.tensor().from_shared_cuda_slice(shared, [3]).is_err());
+    assert!(gpu.device.tensor().from_shared_cuda_slice(shared.clone(), [3]).is_err());
+    drop(shared);
     // Nor is a stream of another context any use.
     let mut tensor = gpu.device.tensor().zeros::<u8>([3]).unwrap();
     assert!(tensor.device(&other.stream).unwrap_err().is_invalid_input());
     assert!(tensor.device_mut(&other.stream).unwrap_err().is_invalid_input());
     assert!(tensor.release_host(&other.stream).unwrap_err().is_invalid_input());
+    drop(tensor);
     gpu.finish();
     other.finish();
 }
@@ -223,9 +226,8 @@ fn raw_host_memory_is_used_in_place_until_its_owner_may_go() {
         assert_eq!(memory, pattern(10_000, 4));
         // A bad address: the owner goes at once.
         // SAFETY: refused before it is looked at.
-        let refused = unsafe {
-            gpu.device.tensor().from_raw_host(start.add(1).cast::<u16>(), [2], Owner(alive.clone()))
-        };
+        let refused =
+            unsafe { gpu.device.tensor().from_raw_host(start.add(1).cast::<u16>(), [2], Owner(alive.clone())) };
         let aligned = (start.as_ptr() as usize + 1).is_multiple_of(2);
         assert!(aligned || refused.unwrap_err().is_invalid_input());
         drain(&gpu.device);

@@ -376,21 +376,3 @@ pub(crate) fn block_on<F: Future>(future: F) -> F::Output {
         }
     }
 }
-
-impl Gpu {
-    /// Temporary.
-    pub(crate) fn finish(self) {
-        let Gpu { sim, context, stream, device } = self;
-        device.drain(std::time::Duration::from_secs(10)).expect("drained");
-        drop((stream, device, context));
-        if let Some(sim) = sim {
-            sim.idle();
-            assert_eq!(sim.violations(), Vec::<String>::new());
-            let end = std::time::Instant::now() + std::time::Duration::from_secs(5);
-            while !sim.leaks().is_empty() && std::time::Instant::now() < end {
-                std::thread::yield_now();
-            }
-            assert_eq!(sim.leaks(), Vec::<String>::new());
-        }
-    }
-}
