@@ -53,7 +53,8 @@ impl Drop for Inner {
                 // A forked child, or a driver that is gone: nothing is freed, and the waiter's lock may never be.
                 _ if Driver::get().is_err() => std::mem::forget(slot),
                 Some(busy) if !busy.query().is_ok_and(|passed| passed) => {
-                    free_later(&self.context, &self.waiter, Box::new(slot), vec![Pending::Event(busy)]);
+                    let cuda = self.context.cuda().clone();
+                    free_later(&self.context, cuda, &self.waiter, Box::new(slot), vec![Pending::Event(busy)]);
                 }
                 _ => drop(slot),
             }

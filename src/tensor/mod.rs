@@ -447,7 +447,11 @@ impl<T: Element> TransferTensor<T> {
                 let context = device.context();
                 let mut slice = match crate::driver::memory::rehome_slice(context, slice, stream) {
                     Ok(slice) => slice,
-                    Err(error) => return Err(Refused { error, value: self }),
+                    Err((error, slice)) => {
+                        let region = options::slice_region(device, slice, stream).map(Arc::new);
+                        self.store.with_state(|state| state.device = region.ok());
+                        return Err(Refused { error, value: self });
+                    }
                 };
                 // A failure here is a fault: the slice's next use reports it.
                 let _ = crate::driver::memory::note_write(context, &mut slice, stream);
