@@ -49,7 +49,8 @@
 //! - `serde` (default): reports and decisions implement `Serialize`.
 //! - `half`, `float8`: their types as elements.
 //! - `dynamic-linking`: link libcuda at build time instead of loading it at run time.
-//! - `nvtx`: reserved for ranges around transfers; its build needs libclang.
+//! - `nvtx`: NVTX ranges with byte counts around uploads, downloads and waits, in the domain `transfer-tensor`; its build needs
+//!   libclang.
 #![deny(unsafe_code)]
 #![cfg_attr(not(test), deny(clippy::disallowed_methods))]
 
@@ -71,6 +72,7 @@ mod ranges;
 mod sync;
 #[allow(unsafe_code)]
 mod tensor;
+mod trace;
 
 pub use cudarc;
 pub use device::{Device, DeviceStats};

@@ -10,6 +10,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Duration;
 
+use cudarc::driver::CudaContext;
 use parking_lot::{Condvar, Mutex};
 
 use crate::driver::memory::drop_bound;
@@ -94,12 +95,19 @@ impl Waiter {
 
 /// Frees `owner` on the waiter's thread when all of `pending` has passed; keeps it for ever, and counts that, if it can not
 /// be known that it has.
-pub(crate) fn free_later(context: &Arc<Context>, waiter: &Waiter, owner: Box<dyn Any + Send>, pending: Vec<Pending>) {
+/// `cuda` is the handle whose errors cudarc's drop of the owner would park.
+pub(crate) fn free_later(
+    context: &Arc<Context>,
+    cuda: Arc<CudaContext>,
+    waiter: &Waiter,
+    owner: Box<dyn Any + Send>,
+    pending: Vec<Pending>,
+) {
     // In a `ManuallyDrop`, so that a job which never runs leaks rather than frees.
     let owner = ManuallyDrop::new(owner);
     let (free, leak) = (context.clone(), context);
     let then = Box::new(move |passed: Result<()>| match passed {
-        Ok(()) => drop_bound(&free, ManuallyDrop::into_inner(owner)),
+        Ok(()) => drop_bound(&free, &cuda, ManuallyDrop::into_inner(owner)),
         Err(_) => free.count_leak(),
     });
     if waiter.submit(pending, then).is_err() {

@@ -75,18 +75,22 @@ impl Context {
         &self.counters
     }
 
-    /// Takes an error that somebody parked in the `CudaContext` out of the way, and counts it: it belongs to a call that
-    /// is over, not to the one that is about to be made.
-    pub(crate) fn clear_stale(&self) {
-        if self.take_parked() {
+    /// What `call`, which goes through cudarc, returns, or the error that cudarc parked in `cuda` meanwhile. `cuda` is the
+    /// handle that cudarc uses: that of the stream or slice at hand, which need not be ours, though it is the same context.
+    ///
+    /// An error that was parked there before is taken out of the way and counted: it belongs to a call that is over.
+    #[allow(clippy::disallowed_methods)] // The one place: before and after cudarc's own calls.
+    pub(super) fn unparked<R>(&self, cuda: &CudaContext, name: &'static str, call: impl FnOnce() -> R) -> Result<R> {
+        if cuda.check_err().is_err() {
             self.counters.stale_errors.fetch_add(1, Ordering::Relaxed);
         }
+        let returned = call();
+        cuda.check_err().map(|()| returned).map_err(|error| cudarc_error(name, error))
     }
 
-    /// Whether an error was parked in the `CudaContext`; it is not any more.
-    #[allow(clippy::disallowed_methods)] // The one place: before and after cudarc's own calls.
-    pub(super) fn take_parked(&self) -> bool {
-        self.cuda.check_err().is_err()
+    /// Takes out of the way, and counts, what was parked in `cuda`.
+    pub(super) fn clear_stale(&self, cuda: &CudaContext) {
+        let _ = self.unparked(cuda, "", || ());
     }
 
     pub(crate) fn count_leak(&self) {

@@ -42,6 +42,16 @@ pub(crate) unsafe fn device_to_host(target: *mut u8, source: u64, bytes: usize, 
     })
 }
 
+/// Submits a copy of `bytes` bytes from device memory to device memory.
+///
+/// # Safety
+/// As [`host_to_device`].
+pub(crate) unsafe fn device_to_device(target: u64, source: u64, bytes: usize, stream: &Stream) -> Result<()> {
+    // SAFETY: the caller's.
+    let code = unsafe { sys::cuMemcpyDtoDAsync_v2(target, source, bytes, stream.handle()) };
+    check("cuMemcpyDtoDAsync", code)
+}
+
 /// Submits zeroing `bytes` bytes of device memory.
 ///
 /// # Safety

@@ -2,7 +2,6 @@
 //! made sure that it is done (`tensor::region` does).
 
 use std::any::Any;
-use std::panic::AssertUnwindSafe;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -176,10 +175,9 @@ impl Drop for Registration {
 /// `CudaSlice<T>` that it can become again. Its bytes are not set.
 pub(crate) fn alloc_device<T: Element>(context: &Context, stream: &Stream, elements: usize) -> Result<CudaSlice<T>> {
     let _bound = context.enter()?;
-    context.clear_stale();
     // SAFETY: nobody reads the memory through this slice before it is written (`tensor::store` tracks that).
-    let slice = unsafe { stream.cuda().alloc::<T>(elements) };
-    slice.map_err(|error| {
+    let alloc = || unsafe { stream.cuda().alloc::<T>(elements) };
+    context.unparked(stream.cuda().context(), "cuMemAlloc", alloc)?.map_err(|error| {
         out_of_memory(cudarc_error("cuMemAlloc", error), "device memory", elements.saturating_mul(size_of::<T>()))
     })
 }
@@ -187,17 +185,28 @@ pub(crate) fn alloc_device<T: Element>(context: &Context, stream: &Stream, eleme
 /// The address of a slice, for reading. Makes `stream` wait for what cudarc knows to be writing to it.
 pub(crate) fn slice_address<T: Element>(context: &Context, slice: &CudaSlice<T>, stream: &Stream) -> Result<u64> {
     let _bound = context.enter()?;
-    context.clear_stale();
-    let address = slice.device_ptr(stream.cuda()).0;
-    ordered(context).map(|()| address)
+    ordered(context, stream, || slice.device_ptr(stream.cuda()).0)
 }
 
 /// Takes over a slice of the caller's: makes `stream` wait for what cudarc knows to be running on it.
 pub(crate) fn adopt_slice<T: Element>(context: &Context, slice: &mut CudaSlice<T>, stream: &Stream) -> Result<u64> {
     let _bound = context.enter()?;
-    context.clear_stale();
-    let address = slice.device_ptr_mut(stream.cuda()).0;
-    ordered(context).map(|()| address)
+    ordered(context, stream, || slice.device_ptr_mut(stream.cuda()).0)
+}
+
+/// Lets cudarc order `stream`; where it parks an error instead, waits for everything.
+fn ordered<R>(context: &Context, stream: &Stream, mut order: impl FnMut() -> R) -> Result<R> {
+    let handle = stream.cuda().context();
+    match context.unparked(handle, "cuStreamWaitEvent", &mut order) {
+        Ok(ordered) => Ok(ordered),
+        Err(_) => {
+            synchronize(handle)?;
+            // All has run: what cudarc parks now, if anything, is about a wait that is not needed.
+            let ordered = order();
+            context.clear_stale(handle);
+            Ok(ordered)
+        }
+    }
 }
 
 /// A slice that others hold too. Dropped with its context current.
@@ -235,57 +244,53 @@ fn after_every_thread(context: &Arc<Context>, stream: &Stream) -> Result<()> {
     stream.wait_for(&Event::record(context, &legacy)?)
 }
 
-/// After cudarc ordered a stream: where it parked an error instead, waits for everything.
-fn ordered(context: &Context) -> Result<()> {
-    if context.take_parked() { synchronize(context.cuda()) } else { Ok(()) }
-}
-
 /// Makes a slice belong to `stream`, on which its uses are ordered already: cudarc frees it there, and in single-stream
-/// mode takes it for granted that it is used nowhere else.
+/// mode takes it for granted that it is used nowhere else. If it belongs to another stream (one of ours), that takes a copy
+/// on the device, a hundredth of the time it took over the link.
 ///
 /// # Errors
-/// The driver refused events for it. The memory is leaked, and counted, if that is not seen in time.
+/// The driver refused; the slice comes back.
 pub(crate) fn rehome_slice<T: Element>(
-    context: &Context,
+    context: &Arc<Context>,
     slice: CudaSlice<T>,
     stream: &Stream,
-) -> Result<CudaSlice<T>> {
+) -> Result<CudaSlice<T>, (Error, CudaSlice<T>)> {
     if slice.stream().cu_stream() == stream.handle() && Arc::ptr_eq(slice.stream().context(), stream.cuda().context()) {
         return Ok(slice);
     }
-    let _bound = context.enter()?;
-    let elements = slice.len();
-    let address = slice.leak();
-    context.clear_stale();
-    // It panics where events can not be made: the device faulted, or another thread parked an error just now.
-    #[allow(clippy::disallowed_methods)] // A panic is caught, and the stale error gone (above).
-    let made = std::panic::catch_unwind(AssertUnwindSafe(|| {
-        // SAFETY: the address was just taken out of a slice of as many elements; `stream` is ordered after its uses.
-        unsafe { stream.cuda().upgrade_device_ptr::<T>(address, elements) }
-    }));
-    made.map_err(|_panic| {
-        context.count_leak();
-        Error::unsupported("a CudaSlice", "cudarc could not make its events; the memory is leaked")
-    })
+    let owner = Stream::of_caller(slice.stream());
+    let copied = alloc_device::<T>(context, stream, slice.len()).and_then(|target| {
+        let _bound = context.to_submit()?;
+        let to = slice_address(context, &target, stream)?;
+        let from = slice_address(context, &slice, &owner)?;
+        // SAFETY: both slices are as long, and `stream` comes after the uses of the source.
+        unsafe { super::copy::device_to_device(to, from, target.num_bytes(), stream)? };
+        // The source is freed on its own stream, after the copy.
+        owner.wait_for(&Event::record(context, stream)?)?;
+        Ok(target)
+    });
+    match copied {
+        Ok(target) => {
+            drop_bound(context, owner.cuda().context(), Box::new(slice));
+            Ok(target)
+        }
+        Err(error) => Err((error, slice)),
+    }
 }
 
 /// Tells cudarc's tracking of a slice that goes to the caller that all of ours lies before this point of `stream`. Where
 /// cudarc can not note it, waits instead.
 pub(crate) fn note_write<T: Element>(context: &Context, slice: &mut CudaSlice<T>, stream: &Stream) -> Result<()> {
     let _bound = context.enter()?;
-    context.clear_stale();
-    drop(slice.device_ptr_mut(stream.cuda()));
-    ordered(context)
+    ordered(context, stream, || drop(slice.device_ptr_mut(stream.cuda())))
 }
 
-/// Drops an owner whose drop may call cudarc (`CudaSlice`): with its context current, and with what cudarc parks there
-/// counted as ours rather than left for the next caller.
-pub(crate) fn drop_bound(context: &Context, owner: Box<dyn Any + Send>) {
+/// Drops an owner whose drop may call cudarc (a `CudaSlice` with the handle `cuda`): with its context current, and with
+/// what cudarc parks in the handle counted as ours rather than left for the next caller.
+pub(crate) fn drop_bound(context: &Context, cuda: &CudaContext, owner: Box<dyn Any + Send>) {
     match context.enter() {
         Ok(_bound) => {
-            context.clear_stale();
-            drop(owner);
-            if context.take_parked() {
+            if context.unparked(cuda, "cuMemFree", || drop(owner)).is_err() {
                 context.counters().free_errors.fetch_add(1, Ordering::Relaxed);
             }
         }

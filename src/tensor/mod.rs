@@ -447,7 +447,11 @@ impl<T: Element> TransferTensor<T> {
                 let context = device.context();
                 let mut slice = match crate::driver::memory::rehome_slice(context, slice, stream) {
                     Ok(slice) => slice,
-                    Err(error) => return Err(Refused { error, value: self }),
+                    Err((error, slice)) => {
+                        let region = options::slice_region(device, slice, stream).map(Arc::new);
+                        self.store.with_state(|state| state.device = region.ok());
+                        return Err(Refused { error, value: self });
+                    }
                 };
                 // A failure here is a fault: the slice's next use reports it.
                 let _ = crate::driver::memory::note_write(context, &mut slice, stream);
@@ -506,6 +510,9 @@ impl<T: Element> TransferTensor<T> {
     /// # Errors
     /// As [`host`](Self::host).
     pub fn release_device(&mut self) -> Result<u64> {
+        if self.is_empty() {
+            return Ok(0);
+        }
         let all = 0..self.store.bytes();
         let region = self.store.on_host(&all, false)?;
         region.wait(&all, false)?;
@@ -522,7 +529,7 @@ impl<T: Element> TransferTensor<T> {
     /// # Errors
     /// As [`device`](Self::device).
     pub fn release_host(&mut self, stream: &Arc<CudaStream>) -> Result<u64> {
-        if self.strategy() != Strategy::Streamed {
+        if self.strategy() != Strategy::Streamed || self.is_empty() {
             return Ok(0);
         }
         drop(self.device(stream)?);

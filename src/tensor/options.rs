@@ -528,6 +528,18 @@ pub(super) fn empty_store<T: Element>() -> Arc<Store> {
     Store::new::<T>(None, 0, Decision::host_only(), None, State::default())
 }
 
+/// The device's side of a tensor again, from a slice that was taken out of one.
+pub(super) fn slice_region<T: Element>(device: &Device, slice: CudaSlice<T>, used_by: &Stream) -> Result<Region> {
+    let stream = Stream::of_caller(slice.stream());
+    let (address, bytes) = (slice_address(device.context(), &slice, &stream)?, slice.num_bytes());
+    let owner = Owner::Device { slice: Box::new(slice), stream, shared: false };
+    // SAFETY: the slice owns `bytes` bytes at its address.
+    let region = unsafe { Region::new(None, Some(address), bytes, Backing::Device, Some(device.clone()), owner) };
+    // Left open: who comes next waits for the whole stream.
+    let _ = region.open(used_by, &(0..bytes), true);
+    Ok(region)
+}
+
 fn device_store<T: Element>(
     device: &Device,
     decision: Decision,

@@ -143,6 +143,7 @@ impl Region {
         if conflicts.is_empty() {
             return Ok(());
         }
+        let _range = crate::trace::range(c"wait", range.len());
         let mut passed = Vec::with_capacity(conflicts.len());
         for conflict in conflicts {
             conflict.pending.wait()?;
@@ -270,18 +271,22 @@ fn retire(device: &Device, owner: Owner, pending: Vec<Pending>) {
     }
     match owner {
         Owner::Host(any) if pending.is_empty() => drop(any),
-        Owner::Host(any) | Owner::Slow(any) => free_later(context, device.waiter(), any, pending),
+        Owner::Host(any) | Owner::Slow(any) => {
+            let cuda = context.cuda().clone();
+            free_later(context, cuda, device.waiter(), any, pending);
+        }
         Owner::Device { slice, stream, shared } => {
             let in_order = free_in_order(device, &stream, shared, &pending);
             match in_order {
-                Ok(()) => drop_bound(context, slice),
+                Ok(()) => drop_bound(context, stream.cuda().context(), slice),
                 Err(_) => {
                     let mut pending = pending;
+                    let cuda = stream.cuda().context().clone();
                     if !stream.is_per_thread() {
                         pending.push(Pending::Capture(stream.clone()));
                     }
                     // The stream stays as long: it may be ours, and the slice is freed on it.
-                    free_later(context, device.waiter(), Box::new((slice, stream)), pending);
+                    free_later(context, cuda, device.waiter(), Box::new((slice, stream)), pending);
                 }
             }
         }

@@ -19,6 +19,7 @@ use crate::element::Element;
 use crate::error::{Error, Kind, Result};
 use crate::plan::{Backing, Decision, Strategy};
 use crate::ranges::RangeSet;
+use crate::trace;
 
 /// The storage of a tensor. `TransferTensor` holds the only handle; views borrow it, shared tensors count it.
 #[derive(Debug)]
@@ -177,6 +178,7 @@ impl Store {
 
     fn download_part(&self, source: &Arc<Region>, target: &Arc<Region>, part: &Range<usize>) -> Result<()> {
         let device = self.need_device("a download")?;
+        let _range = trace::range(c"download", part.len());
         let _bound = device.context().to_submit()?;
         let stream = device.context().copy_stream(Way::Down)?;
         source.order(&stream, part, false)?;
@@ -278,6 +280,7 @@ impl Store {
         stream: &Stream,
         submitted: &mut Submitted,
     ) -> Result<()> {
+        let _range = trace::range(c"upload", part.len());
         target.order(stream, part, true)?;
         let (from, to) = (source.host()?, target.device()? + part.start as u64);
         // SAFETY: the part lies inside the region.

@@ -247,9 +247,9 @@ fn the_legacy_stream_is_refused_while_a_blocking_stream_is_captured() {
     let mut expected = pattern(1000, 3);
     xor_on_host(&mut expected);
     assert_eq!(*tensor.host().unwrap(), *expected);
-    drop(tensor);
+    drop((tensor, legacy, captured));
     drain(&gpu.device);
-    // SAFETY: idle, and its wrapper is not used any more.
+    // SAFETY: idle, and its wrapper is gone.
     assert_eq!(code(unsafe { sys::cuStreamDestroy_v2(blocking) }), 0);
     gpu.finish();
 }

@@ -1,13 +1,13 @@
 //! Several devices, contexts and threads: nothing of ours touches another device, and a thread's current context is after a
 //! call what it was before (field reports R59, R60, R70).
 
+use std::ffi::{c_char, c_void};
 use std::ptr::null_mut;
-use std::sync::Arc;
 
-use transfer_tensor::cudarc::driver::{CudaContext, sys};
+use transfer_tensor::cudarc::driver::sys;
 use transfer_tensor::{Strategy, TransferTensor};
 
-use crate::machines::{code, drain, kernel, pattern, xor_on_device, xor_on_host};
+use crate::machines::{code, drain, pattern, unseen, xor_on_device, xor_on_host};
 use crate::support::{Gpu, H200, SPARK};
 
 /// The thread's current context.
@@ -88,16 +88,15 @@ fn loop_until_done(mut ticket: transfer_tensor::Transfer<u8>) -> TransferTensor<
 fn every_call_leaves_the_current_context_as_it_was() {
     for profile in [H200, SPARK] {
         let gpu = Gpu::any(profile);
-        let _streams = (kernel(&gpu.context, "oob"), gpu.context.per_thread_stream());
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 assert!(current().is_null());
                 everything(&gpu, |call| assert!(current().is_null(), "{call} left a context behind"));
             });
             scope.spawn(|| {
-                let foreign = foreign(&gpu);
-                make_current(foreign.cu_ctx());
-                everything(&gpu, |call| assert_eq!(current(), foreign.cu_ctx(), "after {call}"));
+                let foreign = Foreign::new(&gpu);
+                make_current(foreign.0);
+                everything(&gpu, |call| assert_eq!(current(), foreign.0, "after {call}"));
                 make_current(null_mut());
             });
             scope.spawn(|| {
@@ -110,11 +109,36 @@ fn every_call_leaves_the_current_context_as_it_was() {
     }
 }
 
-/// A context that is not the tensor's.
-fn foreign(gpu: &Gpu) -> Arc<CudaContext> {
-    match &gpu.sim {
-        Some(_) => CudaContext::new(cuda_sim::device(H200).unwrap().ordinal()).unwrap(),
-        None => CudaContext::new_non_primary(gpu.context.ordinal(), 0).unwrap(),
+/// A context that is not the tensor's: of another device, or a second one of the only device.
+struct Foreign(sys::CUcontext);
+
+impl Foreign {
+    fn new(gpu: &Gpu) -> Self {
+        type Create = unsafe extern "C" fn(*mut sys::CUcontext, u32, i32) -> u32;
+        unsafe extern "C" {
+            fn dlopen(name: *const c_char, flags: i32) -> *mut c_void;
+            fn dlsym(library: *mut c_void, name: *const c_char) -> *mut c_void;
+        }
+        let device = unseen(H200).map_or(gpu.context.cu_device(), |other| i32::try_from(other.ordinal()).unwrap());
+        let mut context = null_mut();
+        // SAFETY: the library is loaded; every driver has this function, of this type, whatever the bindings call it.
+        // Creating makes current, which is taken back.
+        unsafe {
+            let library = dlopen([c"libcuda.so.1", c"libcuda.so"][usize::from(gpu.sim.is_some())].as_ptr(), 2);
+            let create = dlsym(library, c"cuCtxCreate_v2".as_ptr());
+            assert!(!create.is_null());
+            let create: Create = std::mem::transmute(create);
+            assert_eq!(create(&raw mut context, 0, device), 0);
+        }
+        make_current(null_mut());
+        Self(context)
+    }
+}
+
+impl Drop for Foreign {
+    fn drop(&mut self) {
+        // SAFETY: made above, current nowhere any more.
+        unsafe { sys::cuCtxDestroy_v2(self.0) };
     }
 }
 
@@ -139,8 +163,8 @@ fn a_tensor_may_change_threads_at_every_step() {
                 xor_on_host(&mut expected);
                 assert!(on_a_thread(|| *tensor.host().unwrap() == *expected));
                 on_a_thread(|| {
-                    let foreign = foreign_thread.then(|| foreign(&gpu));
-                    let before = foreign.as_ref().map_or(null_mut(), |context| context.cu_ctx());
+                    let foreign = foreign_thread.then(|| Foreign::new(&gpu));
+                    let before = foreign.as_ref().map_or(null_mut(), |context| context.0);
                     make_current(before);
                     drop(tensor);
                     assert_eq!(current(), before);
@@ -162,8 +186,7 @@ fn on_a_thread<R: Send>(body: impl FnOnce() -> R + Send) -> R {
 /// R59: a crate bound to one device never touches another: no call, no context, whatever thread does the work.
 #[test]
 fn no_other_device_is_touched() {
-    let Ok(cuda_sim::Driver::Simulated) = cuda_sim::install_from_env() else { return };
-    let other = cuda_sim::device(H200).unwrap();
+    let Some(other) = unseen(H200) else { return };
     let gpu = Gpu::simulated(H200).unwrap();
     assert!(gpu.context.ordinal() > other.ordinal());
     other.clear_calls();
@@ -172,7 +195,7 @@ fn no_other_device_is_touched() {
     let gate = gpu.sim.as_ref().unwrap().gate(gpu.stream.cu_stream() as u64);
     for i in 0..4 {
         let options = gpu.device.tensor().strategy(if i % 2 == 0 { Strategy::Streamed } else { Strategy::ZeroCopy });
-        let mut tensor = options.from_vec(pattern(9 << 20, i), [9 << 20]).unwrap();
+        let mut tensor = options.from_slice(&pattern(9 << 20, i), [9 << 20]).unwrap();
         drop(tensor.device_mut(&gpu.stream).unwrap());
         on_a_thread(|| drop(tensor));
     }

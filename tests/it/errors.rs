@@ -7,7 +7,7 @@ use cuda_sim::DeviceBuilder;
 use transfer_tensor::cudarc::driver::{DriverError, sys};
 use transfer_tensor::{Access, Backing, Direction, Error, Refused, Request, Strategy, TransferTensor};
 
-use crate::machines::{built, drain, kernel, on, pattern, xor_on_device, xor_on_host};
+use crate::machines::{built, drain, kernel, on, pattern, unseen, xor_on_device, xor_on_host};
 use crate::support::{Gpu, H200, SPARK};
 
 const MIB: usize = 1 << 20;
@@ -27,7 +27,12 @@ fn a_stale_error_does_not_fail_a_good_transfer() {
             park(&gpu);
             let tensor = gpu.device.tensor().strategy(strategy).from_slice(&bytes, [100_000]).unwrap();
             park(&gpu);
-            let mut tensor = tensor.to_device().unwrap().wait().unwrap();
+            let tensor = tensor.to_host().unwrap().wait().unwrap();
+            let mut tensor = match strategy {
+                // A slice of memory that came about on a stream of ours keeps that stream for ever.
+                Strategy::Streamed => tensor,
+                _ => tensor.to_device().unwrap().wait().unwrap(),
+            };
             park(&gpu);
             {
                 let guard = tensor.device_mut(&gpu.stream).unwrap();
@@ -108,15 +113,11 @@ fn there_changed_and_back(gpu: &Gpu, tensor: TransferTensor<u8>, bytes: &[u8]) -
         // The tensor is whole: what was not brought over is brought again.
         Err(Refused { value, .. }) => value,
     };
-    let changed = kernel(&gpu.context, "xor_index_u8");
-    match tensor.device_mut(&gpu.stream) {
-        Ok(mut guard) => xor_on_device(&gpu.context, &gpu.stream, &mut guard),
-        Err(_first) => {
-            let mut guard = tensor.device_mut(&gpu.stream)?;
-            xor_on_device(&gpu.context, &gpu.stream, &mut guard);
-        }
-    }
-    drop(changed);
+    let change = |tensor: &mut TransferTensor<u8>| {
+        xor_on_device(&gpu.context, &gpu.stream, &mut tensor.device_mut(&gpu.stream)?);
+        Ok::<(), Error>(())
+    };
+    change(&mut tensor).or_else(|_first| change(&mut tensor))?;
     let mut expected = bytes.to_vec();
     xor_on_host(&mut expected);
     // A download that failed has lost nothing: the device still has the bytes.
@@ -185,13 +186,14 @@ fn calls_of(profile: &str, scenario: Scenario) -> Option<BTreeMap<String, u64>> 
     Some(calls)
 }
 
-/// Calls whose failure the test's own cudarc calls would meet, or that free (what they do not free is left over).
+/// Calls whose failure the test's own cudarc calls would meet are not.
 fn is_ours(call: &str) -> bool {
     !["cuModule", "cuLaunch", "cuFunc", "cuCtx"].iter().any(|prefix| call.starts_with(prefix))
 }
 
-fn frees(call: &str) -> bool {
-    ["Free", "Destroy", "Unregister", "Release"].iter().any(|word| call.contains(word))
+/// A free that fails frees nothing; and cudarc loses an allocation for which it can not make its events.
+fn may_leak(call: &str) -> bool {
+    ["Free", "Destroy", "Unregister", "Release", "EventCreate"].iter().any(|word| call.contains(word))
 }
 
 /// R77: whichever call fails, and whether or not it did its work before it failed: an error or the right bytes, nothing
@@ -229,7 +231,8 @@ fn survives_every_failure(profile: &str, scenario: Scenario) {
                 drain(&gpu.device);
                 assert_eq!(sim.violations(), Vec::<String>::new(), "{what}");
                 gpu.context.check_err().unwrap_or_else(|error| panic!("{what}: parked {:?}", error.0));
-                if !frees(&call) && !after && gpu.device.stats().leaked == 0 {
+                if !may_leak(&call) && !after && gpu.device.stats().leaked == 0 {
+                    println!("{what}");
                     gpu.finish();
                 }
             }
@@ -355,13 +358,11 @@ fn a_refused_stream_ordered_allocation_is_a_typed_error_or_served_otherwise() {
 #[test]
 fn managed_memory_that_is_not_there_is_an_error_by_name_and_no_choice_otherwise() {
     let without = |attribute: bool| {
-        let builder = DeviceBuilder::new(SPARK);
-        let builder = if attribute { builder.attribute(83, 0) } else { builder };
-        let Ok(cuda_sim::Driver::Simulated) = cuda_sim::install_from_env() else { return None };
-        let sim = builder.build().unwrap();
-        if !attribute {
-            sim.fail_always("cuMemAllocManaged", 801);
+        if attribute {
+            return built(DeviceBuilder::new(SPARK).attribute(83, 0));
         }
+        let sim = unseen(SPARK)?;
+        sim.fail_always("cuMemAllocManaged", 801);
         Some(on(sim))
     };
     for attribute in [true, false] {
@@ -371,7 +372,8 @@ fn managed_memory_that_is_not_there_is_an_error_by_name_and_no_choice_otherwise(
         let error = reused().backing(Backing::Managed).zeros::<f32>([1 << 20]).unwrap_err();
         assert!(error.is_unsupported() && error.to_string().contains("managed"), "{error}");
         let tensor = reused().zeros::<f32>([1 << 20]).unwrap();
-        assert_eq!((tensor.strategy(), tensor.backing()), (Strategy::ZeroCopy, Backing::Pinned));
+        assert_eq!(tensor.strategy(), Strategy::ZeroCopy);
+        assert_ne!(tensor.backing(), Backing::Managed);
         in_place(&gpu).unwrap();
         drop(tensor);
         drain(&gpu.device);
@@ -381,7 +383,7 @@ fn managed_memory_that_is_not_there_is_an_error_by_name_and_no_choice_otherwise(
     let Some(gpu) = Gpu::simulated(SPARK) else { return };
     gpu.sim.as_ref().unwrap().fail_always("cuMemAllocManaged", 801);
     let tensor = gpu.device.tensor().access(Access::reuse(8).unwrap()).zeros::<f32>([1 << 20]).unwrap();
-    assert_eq!(tensor.backing(), Backing::Pinned);
+    assert_ne!(tensor.backing(), Backing::Managed);
     let why = tensor.decision().reasons.join("\n");
     assert!(why.contains("managed memory was refused") && why.contains("801"), "{why}");
     drop(tensor);

@@ -182,12 +182,14 @@ fn a_slice_of_another_context_is_refused() {
     assert!(refused.error.is_invalid_input() && refused.error.to_string().contains("context"), "{}", refused.error);
     assert_eq!(other.stream.clone_dtoh(&refused.value).unwrap(), [1, 2, 3]);
     let shared = Arc::new(refused.value);
-    assert!(gpu.device.tensor().from_shared_cuda_slice(shared, [3]).is_err());
+    assert!(gpu.device.tensor().from_shared_cuda_slice(shared.clone(), [3]).is_err());
+    drop(shared);
     // Nor is a stream of another context any use.
     let mut tensor = gpu.device.tensor().zeros::<u8>([3]).unwrap();
     assert!(tensor.device(&other.stream).unwrap_err().is_invalid_input());
     assert!(tensor.device_mut(&other.stream).unwrap_err().is_invalid_input());
     assert!(tensor.release_host(&other.stream).unwrap_err().is_invalid_input());
+    drop(tensor);
     gpu.finish();
     other.finish();
 }

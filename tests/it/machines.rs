@@ -9,13 +9,18 @@ use transfer_tensor::cudarc::driver::{CudaContext, CudaFunction, CudaStream, Lau
 use transfer_tensor::cudarc::nvrtc::Ptx;
 use transfer_tensor::{Detector, Device, DeviceMut, Element};
 
-use crate::support::Gpu;
+use crate::support::{Gpu, builder, driver, from_env};
 
 /// A simulated device as `builder` describes it; `None` where tests run on a real one.
 pub(crate) fn built(builder: DeviceBuilder) -> Option<Gpu> {
-    match cuda_sim::install_from_env().expect("the simulated driver is built beside the tests") {
+    Gpu::built(from_env(builder))
+}
+
+/// A fresh simulated device that nobody has looked at, to prepare; `None` where tests run on a real one.
+pub(crate) fn unseen(profile: &str) -> Option<cuda_sim::Device> {
+    match driver() {
         Driver::Real => None,
-        Driver::Simulated => Some(on(builder.build().expect("a good description"))),
+        Driver::Simulated => Some(builder(profile).build().expect("a built-in profile")),
     }
 }
 

@@ -5,9 +5,9 @@ use std::fs;
 
 use cuda_sim::DeviceBuilder;
 use cuda_sim::host::HostFigures;
-use transfer_tensor::{Access, Backing, Direction, MemoryModel, Request, Strategy};
+use transfer_tensor::{Access, Backing, Direction, HostMemory, MemoryModel, Request, Strategy};
 
-use crate::machines::{built, drain, on, pattern, xor_on_device, xor_on_host};
+use crate::machines::{built, drain, on, pattern, unseen, xor_on_device, xor_on_host};
 use crate::support::{Gpu, H200, SPARK};
 
 const GIB: u64 = 1 << 30;
@@ -45,8 +45,11 @@ fn page_cache_is_free_memory_on_an_integrated_gpu_and_only_there() {
         assert!(near(memory.free_bytes, gib(expected)), "{integrated}: {memory}");
         assert_eq!(memory.driver_free, Some((gib(41.52), gib(41.52))));
         // And a tensor of that size is planned, or not.
-        let fits = gpu.device.plan(&Request::new(gib(100.0)));
-        assert_eq!(fits.map(|decision| decision.strategy).ok(), (integrated == 1).then_some(Strategy::ZeroCopy));
+        let plan = gpu.device.plan(&Request::new(gib(100.0)).strategy(Strategy::ZeroCopy)).unwrap();
+        let copied = plan.estimates.iter().find(|estimate| estimate.strategy == Strategy::Streamed).unwrap();
+        assert!(!copied.allowed && copied.why.contains("free"), "{}", copied.why);
+        let copy = Request::new(gib(50.0)).host(HostMemory::Pageable).strategy(Strategy::Streamed);
+        assert_eq!(gpu.device.plan(&copy).is_ok(), integrated == 1);
         gpu.finish();
     }
 }
@@ -68,8 +71,7 @@ fn a_meminfo_that_is_missing_or_garbled_is_a_note() {
     for text in
         [None, Some(""), Some("MemAvailable: plenty kB\n"), Some("\u{0}\u{1}\n:::"), Some("MemAvailable: -5 kB")]
     {
-        let Ok(cuda_sim::Driver::Simulated) = cuda_sim::install_from_env() else { return };
-        let sim = cuda_sim::device(SPARK).unwrap();
+        let Some(sim) = unseen(SPARK) else { return };
         sim.set_mem_info(gib(41.52), gib(121.69));
         let meminfo = sim.host_root().join("proc/meminfo");
         match text {
@@ -189,8 +191,7 @@ fn eight_tensors(gpu: &Gpu) -> Vec<transfer_tensor::TransferTensor<u8>> {
 #[test]
 fn a_model_is_held_once_with_and_without_registration() {
     for refuse in [true, false] {
-        let Ok(cuda_sim::Driver::Simulated) = cuda_sim::install_from_env() else { return };
-        let sim = cuda_sim::device(SPARK).unwrap();
+        let Some(sim) = unseen(SPARK) else { return };
         if refuse {
             sim.fail_always("cuMemHostRegister", 801);
         }
@@ -287,8 +288,8 @@ fn a_driver_figure_that_moves_is_a_range() {
     let Some(gpu) = Gpu::simulated("gh200_480gb_numa") else { return };
     let sim = gpu.sim.as_ref().unwrap();
     // Another thread changes it all the time, as other processes do.
+    let stop = std::sync::atomic::AtomicBool::new(false);
     let seen = std::thread::scope(|scope| {
-        let stop = std::sync::atomic::AtomicBool::new(false);
         let mover = scope.spawn(|| {
             for i in 0u64.. {
                 sim.set_mem_info((40 + i % 2) * GIB, 95 * GIB);
