@@ -1,6 +1,7 @@
 //! Every element type travels bit for bit, in any length, and its bytes are looked at before they become values
 //! (field report R57).
 
+use transfer_tensor::cudarc::driver::sys;
 use transfer_tensor::cudarc::driver::{CudaSlice, DevicePtr};
 use transfer_tensor::{DType, DynTensor, Element, Strategy, TensorOptions, TransferTensor};
 
@@ -152,9 +153,19 @@ fn bytes_that_are_no_bool_are_refused_where_they_are_read() {
         let mut tensor = gpu.device.tensor().zeros::<bool>([100]).unwrap();
         gpu.stream.memset_zeros(&mut tensor.device_mut(&gpu.stream).unwrap()).unwrap();
         assert!(tensor.host().unwrap().iter().all(|&bit| !bit));
+        // Where the bytes get their type they are looked at.
         let mut dynamic = DynTensor::from(tensor);
         dynamic.bytes_mut().host_mut().unwrap()[42] = 0x80;
+        let mut dynamic = dynamic.downcast::<bool>().unwrap_err().value;
+        dynamic.bytes_mut().host_mut().unwrap()[42] = 0;
         let mut tensor: TransferTensor<bool> = dynamic.downcast().unwrap();
+        // And where they are read: here the device did it.
+        let guard = tensor.device_mut(&gpu.stream).unwrap();
+        // SAFETY: inside the guard's memory, on its stream. That it is no `bool` is the point.
+        unsafe {
+            sys::cuMemsetD8Async(guard.address() + 42, 0x80, 1, gpu.stream.cu_stream()).result().unwrap();
+        }
+        drop(guard);
         let error = tensor.host().unwrap_err();
         assert_eq!(error.to_string(), "element 42 holds byte 0x80, which is no BOOL");
         assert!(error.is_invalid_input());
