@@ -320,7 +320,7 @@ fn offsets_beyond_32_bits_are_right() {
         assert_eq!(read(&tensor, mark - 1..mark + 6), [7, 7, 1, 1, 7, 7, 0]);
         assert_eq!(*tensor.byte_range(mark - 4..mark).unwrap().host().unwrap(), [0, 7, 7, 7]);
     }
-    drop(tensor);
+    drop((tensor, fill));
     drain(&gpu.device);
     gpu.finish();
 }
