@@ -6,10 +6,10 @@ use std::time::Duration;
 
 use cudarc::driver::{CudaContext, CudaStream};
 
-use crate::complete::Waiter;
+use crate::complete::{Waiter, free_later};
 use crate::driver::context::cudarc_error;
 use crate::driver::staging::Staging;
-use crate::driver::{Context, Driver};
+use crate::driver::{Context, Driver, Pending};
 use crate::error::{Error, Result};
 use crate::plan::{Decision, Request, plan};
 use crate::platform::{Detector, MemoryFigures, Platform};
@@ -43,6 +43,23 @@ struct Inner {
     waiter: Waiter,
     up: Staging,
     down: Staging,
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        // An upload from pageable memory returns when the source has been read, not when the slots have been.
+        for (slot, busy) in self.up.take().into_iter().chain(self.down.take()) {
+            match busy {
+                // A forked child, or a driver that is gone: nothing is freed, and the waiter's lock may never be.
+                _ if Driver::get().is_err() => std::mem::forget(slot),
+                Some(busy) if !busy.query().is_ok_and(|passed| passed) => {
+                    let cuda = self.context.cuda().clone();
+                    free_later(&self.context, cuda, &self.waiter, Box::new(slot), vec![Pending::Event(busy)]);
+                }
+                _ => drop(slot),
+            }
+        }
+    }
 }
 
 /// What went on behind a [`Device`]'s calls.

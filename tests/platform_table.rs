@@ -25,7 +25,7 @@ fn expect(key: &str, bytes: u64, touches: u32, strategy: Strategy, backings: &[B
     assert_eq!(decision.strategy, strategy, "{key} {bytes} x{touches}: {decision}");
     assert!(backings.contains(&decision.backing), "{key} {bytes} x{touches}: {decision}");
     assert!(decision.reasons.len() >= 2);
-    assert_eq!(decision.chunk_bytes > 0, strategy == Strategy::Streamed && bytes > 16 * MIB, "{key}");
+    assert_eq!(decision.chunk_bytes > 0, strategy == Strategy::Streamed && bytes > 64 * MIB, "{key}");
 }
 
 #[test]

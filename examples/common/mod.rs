@@ -135,10 +135,11 @@ impl Machine {
 
     fn real(device: usize) -> Result<Self, Failure> {
         // Without a driver any device number is as good as another: the answer is host-only.
-        if let Ok(count) = Detector::device_count() {
-            if device != 0 && device >= count {
-                return Err(Failure::usage(format!("device {device}: the driver sees {count} device(s), from 0")));
-            }
+        if let Ok(count) = Detector::device_count()
+            && device != 0
+            && device >= count
+        {
+            return Err(Failure::usage(format!("device {device}: the driver sees {count} device(s), from 0")));
         }
         Ok(Self { detector: Detector::new(), ordinal: device, simulated: None })
     }

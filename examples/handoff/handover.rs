@@ -70,8 +70,10 @@ pub(crate) fn hand_over(
     let kernel = Kernel::load(&context)?;
     let mut meter = Meter::new(machine.simulated.as_ref(), stream.cu_stream() as u64);
 
-    let resident = file.bytes() <= device.memory().free_bytes / 2;
-    let mut job = Job { device: &device, kernel, file, strategy, kept: Vec::new(), held: Holding::default() };
+    let memory = device.memory();
+    let free = memory.free_bytes.min(memory.host_available.unwrap_or(u64::MAX));
+    let resident = file.bytes() <= free / 2;
+    let mut job = Job { device: &device, kernel, file, strategy, resident, kept: Vec::new(), held: Holding::default() };
     let mut rows = Vec::with_capacity(file.tensors.len());
     let mut notes = Vec::new();
     for entry in &file.tensors {
@@ -82,7 +84,7 @@ pub(crate) fn hand_over(
             }
         }
         rows.push(row);
-        job.put_away(tensor, resident)?;
+        job.put_away(tensor)?;
         meter.sample(job.held);
         progress.inc(entry.bytes());
     }
@@ -99,7 +101,7 @@ pub(crate) fn hand_over(
         pageable_peak: meter.pageable_peak(),
         time: rows.iter().map(|row: &Row| row.time).sum(),
         kernels: meter.kernels(),
-        resident,
+        resident: job.resident,
         notes,
         violations: meter.violations(),
         rows,
@@ -111,15 +113,29 @@ struct Job<'j> {
     kernel: Kernel,
     file: &'j ModelFile,
     strategy: Option<Strategy>,
+    /// Tensors are kept until the end.
+    resident: bool,
     kept: Vec<DynTensor>,
     /// By the kept tensors.
     held: Holding,
 }
 
 impl Job<'_> {
-    fn one(&self, entry: &Entry, meter: &mut Meter<'_>) -> Result<(Row, DynTensor), Failure> {
+    fn one(&mut self, entry: &Entry, meter: &mut Meter<'_>) -> Result<(Row, DynTensor), Failure> {
         let named = |error: transfer_tensor::Error| Failure::other(format!("tensor {:?}: {error}", entry.name));
-        let mut tensor = self.make(entry).map_err(named)?;
+        let made = self.make(entry);
+        let mut tensor = match made {
+            // A limit that nobody told, such as WSL's on page-locked memory: without the others there is room.
+            Err(error) if error.is_out_of_memory() && !self.kept.is_empty() => {
+                self.resident = false;
+                self.kept.clear();
+                self.held = Holding::default();
+                self.settle()?;
+                self.make(entry)
+            }
+            made => made,
+        }
+        .map_err(named)?;
         let stream = self.device.stream();
 
         // The file's bytes go straight into the tensor's own memory: no buffer in between, no second copy.
@@ -186,16 +202,20 @@ impl Job<'_> {
         Ok(None)
     }
 
-    /// Keeps what the GPU would go on using, releases the rest and waits until it is free: so the peaks are those of the
-    /// job, not of how fast memory is freed.
-    fn put_away(&mut self, mut tensor: DynTensor, keep: bool) -> Result<(), Failure> {
-        if keep {
+    /// Keeps what the GPU would go on using and releases the rest.
+    fn put_away(&mut self, mut tensor: DynTensor) -> Result<(), Failure> {
+        if self.resident {
             tensor.bytes_mut().release_host(self.device.stream())?;
             self.held = self.held.plus(Holding::of(tensor.bytes(), true));
             self.kept.push(tensor);
         } else {
             drop(tensor);
         }
+        self.settle()
+    }
+
+    /// Waits until what was dropped is free: so the peaks are those of the job, not of how fast memory is freed.
+    fn settle(&self) -> Result<(), Failure> {
         const LONG: Duration = Duration::from_secs(60);
         self.device.drain(LONG).map_err(|error| Failure::other(format!("freeing memory: {error}")))
     }

@@ -17,13 +17,13 @@ mod report;
 mod sample;
 
 use std::path::PathBuf;
-use std::process::ExitCode;
+use std::process::{Command, ExitCode, Output};
 
 use clap::Parser;
 use serde_json::{Value, json};
 use transfer_tensor::{Detector, Strategy};
 
-use common::{FAILURE, Failure, Machine, MachineArgs, print};
+use common::{Failure, Machine, MachineArgs, print};
 use file::ModelFile;
 use handover::Outcome;
 use sample::Sample;
@@ -52,10 +52,10 @@ struct Arguments {
 }
 
 fn strategy(text: &str) -> Result<Strategy, String> {
-    match text.parse() {
-        Ok(Strategy::Host) => Err("nothing is handed over where no device takes part".into()),
+    match text.parse::<Strategy>() {
+        Ok(Strategy::Host) => Err("no device takes part in it; it is zero-copy, coherent or streamed".into()),
         Ok(strategy) => Ok(strategy),
-        Err(error) => Err(transfer_tensor::Error::to_string(&error)),
+        Err(error) => Err(error.to_string()),
     }
 }
 
@@ -69,8 +69,12 @@ fn run(arguments: Arguments) -> Result<ExitCode, Failure> {
     let file = ModelFile::open(path.ok_or_else(|| Failure::usage("no file"))?)?;
 
     let simulated = arguments.machine.simulate.is_some() || arguments.machine.profile.is_some();
-    if !simulated && let Err(error) = Detector::device_count() {
-        return on_simulated_machines(&arguments, &file, &error);
+    if !simulated {
+        match Detector::device_count() {
+            Ok(0) => return on_simulated_machines(&arguments, &file, "the driver sees no device"),
+            Ok(_) => {}
+            Err(error) => return on_simulated_machines(&arguments, &file, &error.to_string()),
+        }
     }
     let machine = Machine::open(&arguments.machine)?;
     let outcome = on_machine(&arguments, &file, &machine)?;
@@ -103,11 +107,7 @@ fn verdict(outcome: &Outcome) -> Result<ExitCode, Failure> {
 
 /// There is no GPU: shows what would happen on three machines. A failure on one is part of the answer, and of the exit
 /// code.
-fn on_simulated_machines(
-    arguments: &Arguments,
-    file: &ModelFile,
-    why: &transfer_tensor::Error,
-) -> Result<ExitCode, Failure> {
+fn on_simulated_machines(arguments: &Arguments, file: &ModelFile, why: &str) -> Result<ExitCode, Failure> {
     let note = format!("no GPU here ({why}); these are simulated machines");
     if !arguments.json {
         print(&note);
@@ -115,25 +115,36 @@ fn on_simulated_machines(
     let mut machines: Vec<Value> = Vec::new();
     let mut failures = Vec::new();
     for key in SIMULATED {
-        let outcome = Machine::built_in(key).and_then(|machine| on_machine(arguments, file, &machine));
-        let failed = match outcome {
-            Ok(outcome) => {
-                if arguments.json {
-                    machines.push(report::json(file, &outcome));
-                } else {
-                    print(format_args!("\n{}", report::text(&outcome)));
-                }
-                verdict(&outcome).err()
-            }
-            Err(failure) => {
-                machines.push(json!({ "profile": key, "error": failure.line }));
-                Some(failure)
-            }
-        };
-        failures.extend(failed.map(|failure| format!("{key}: {}", failure.line)));
+        let output = in_a_process(arguments, file, key)?;
+        let failure = (!output.status.success()).then(|| {
+            let line = String::from_utf8_lossy(&output.stderr);
+            line.strip_prefix("error: ").unwrap_or(&line).trim().to_owned()
+        });
+        if arguments.json {
+            let error = || json!({ "profile": key, "error": failure });
+            machines.push(serde_json::from_slice(&output.stdout).unwrap_or_else(|_| error()));
+        } else {
+            print(format_args!("\n{}", String::from_utf8_lossy(&output.stdout).trim_end()));
+        }
+        failures.extend(failure.map(|failure| format!("{key}: {failure}")));
     }
     if arguments.json {
         print(format_args!("{:#}", json!({ "note": note, "machines": machines })));
     }
-    if failures.is_empty() { Ok(ExitCode::SUCCESS) } else { Err(Failure { code: FAILURE, line: failures.join("; ") }) }
+    if failures.is_empty() { Ok(ExitCode::SUCCESS) } else { Err(Failure::other(failures.join("; "))) }
+}
+
+/// One simulated machine in a process of its own: a process has one driver, and here that may be a library which is
+/// loaded already and sees no device.
+fn in_a_process(arguments: &Arguments, file: &ModelFile, key: &str) -> Result<Output, Failure> {
+    let failed = |error| Failure::other(format!("{key}: no process for it: {error}"));
+    let mut command = Command::new(std::env::current_exe().map_err(failed)?);
+    command.arg(file.path()).args(["--simulate", key]);
+    if let Some(strategy) = arguments.strategy {
+        command.args(["--strategy", strategy.as_str()]);
+    }
+    if arguments.json {
+        command.arg("--json");
+    }
+    command.output().map_err(failed)
 }

@@ -49,8 +49,8 @@ pub(crate) struct Meter<'m> {
     before: Evidence,
     /// Copied so far, by the crate's counters.
     counted: u64,
-    /// The most seen at once, by kind: pinned, registered, managed.
-    seen: [u64; 3],
+    /// The driver's peaks at the last sample, by kind of host memory.
+    last_peaks: [u64; 3],
     host_peak: u64,
     device_peak: u64,
     pageable_peak: u64,
@@ -68,8 +68,9 @@ impl<'m> Meter<'m> {
     /// Counts from now on; what detection did before is left out.
     pub(crate) fn new(simulated: Option<&'m Simulated>, stream: u64) -> Self {
         let before = simulated.map(Simulated::evidence).unwrap_or_default();
-        let (host_peak, device_peak, pageable_peak) = (0, 0, 0);
-        Self { simulated, stream, before, counted: 0, seen: [0; 3], host_peak, device_peak, pageable_peak }
+        let last_peaks = peaks(&before);
+        let (counted, host_peak, device_peak, pageable_peak) = (0, 0, 0, 0);
+        Self { simulated, stream, before, counted, last_peaks, host_peak, device_peak, pageable_peak }
     }
 
     /// Now.
@@ -104,24 +105,24 @@ impl<'m> Meter<'m> {
         }
     }
 
-    /// Notes how much is held at this moment.
+    /// Notes how much is held at this moment, and was at most since the last.
     pub(crate) fn sample(&mut self, holding: Holding) {
         self.pageable_peak = self.pageable_peak.max(holding.pageable);
-        let now = match self.simulated {
+        let seen_by_driver = match self.simulated {
             None => {
                 self.device_peak = self.device_peak.max(holding.device);
                 holding.pinned
             }
             Some(device) => {
                 let evidence = device.evidence();
-                let kinds = [evidence.pinned_bytes, evidence.registered_bytes, evidence.managed_bytes];
-                for (most, now) in self.seen.iter_mut().zip(kinds) {
-                    *most = (*most).max(now);
-                }
-                kinds.iter().sum()
+                let now = [evidence.pinned_bytes, evidence.registered_bytes, evidence.managed_bytes];
+                let last = std::mem::replace(&mut self.last_peaks, peaks(&evidence));
+                // A kind whose peak grew had that peak since the last sample.
+                let kinds = now.iter().zip(self.last_peaks).zip(last);
+                kinds.map(|((now, peak), last)| if peak > last { peak } else { *now }).sum()
             }
         };
-        self.host_peak = self.host_peak.max(now + holding.pageable);
+        self.host_peak = self.host_peak.max(seen_by_driver + holding.pageable);
     }
 
     /// Device memory at most.
@@ -131,16 +132,7 @@ impl<'m> Meter<'m> {
 
     /// Host memory at most: what the driver gave or pinned, and ordinary memory of this program's tensors.
     pub(crate) fn host_peak(&self) -> u64 {
-        let Some(device) = self.simulated else { return self.host_peak };
-        let (now, before) = (device.evidence(), &self.before);
-        let peaks = [
-            (now.pinned_bytes_peak, before.pinned_bytes_peak),
-            (now.registered_bytes_peak, before.registered_bytes_peak),
-            (now.managed_bytes_peak, before.managed_bytes_peak),
-        ];
-        // The driver's peak of a kind, unless that dates from the detection: then the most that was seen.
-        let by_kind = self.seen.iter().zip(peaks).map(|(seen, (now, before))| if now > before { now } else { *seen });
-        by_kind.sum::<u64>() + self.pageable_peak
+        self.host_peak
     }
 
     /// Ordinary memory in the host's peak.
@@ -157,6 +149,11 @@ impl<'m> Meter<'m> {
     pub(crate) fn kernels(&self) -> Option<u64> {
         self.simulated.map(|device| device.evidence().kernels - self.before.kernels)
     }
+}
+
+/// Of host memory: from `cuMemHostAlloc`, registered, managed.
+fn peaks(evidence: &Evidence) -> [u64; 3] {
+    [evidence.pinned_bytes_peak, evidence.registered_bytes_peak, evidence.managed_bytes_peak]
 }
 
 fn copied(evidence: &Evidence) -> u64 {

@@ -102,7 +102,7 @@ pub(crate) fn text(outcome: &Outcome) -> String {
     line(format!("to the device, kernel and back: {}{rate} ({})", time(outcome.time.as_secs_f64()), clock(outcome)));
     line(format!("byte counts: {}", source(outcome)));
     if !outcome.resident {
-        line("one tensor at a time: all together would take more than half of the free memory".into());
+        line("not all tensors were kept until the end: together they take too much of the free memory".into());
     }
     for note in &outcome.notes {
         line(format!("note: {note}"));

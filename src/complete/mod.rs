@@ -4,4 +4,4 @@ pub(crate) mod signal;
 pub(crate) mod waiter;
 
 pub(crate) use signal::Signal;
-pub(crate) use waiter::Waiter;
+pub(crate) use waiter::{Waiter, free_later};

@@ -37,6 +37,11 @@ impl Signal {
         }
     }
 
+    /// The result, if it is there.
+    pub(crate) fn result(&self) -> Option<Result<()>> {
+        self.state.lock().result.clone()
+    }
+
     /// The result, or a promise to wake the task that asked last.
     pub(crate) fn poll(&self, context: &Context<'_>) -> Poll<Result<()>> {
         let mut state = self.state.lock();

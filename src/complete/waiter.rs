@@ -3,14 +3,18 @@
 //! It asks for every job in turn, more and more rarely while nothing happens (20 µs to 1 ms), and sleeps when there is no
 //! job. A job whose completion can not be established, because the device faulted, ends with that error.
 
+use std::any::Any;
 use std::collections::VecDeque;
+use std::mem::ManuallyDrop;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Duration;
 
+use cudarc::driver::CudaContext;
 use parking_lot::{Condvar, Mutex};
 
-use crate::driver::{Driver, Pending};
+use crate::driver::memory::drop_bound;
+use crate::driver::{Context, Driver, Pending};
 use crate::error::{Error, Kind, Result};
 
 const SHORTEST: Duration = Duration::from_micros(20);
@@ -89,6 +93,28 @@ impl Waiter {
     }
 }
 
+/// Frees `owner` on the waiter's thread when all of `pending` has passed; keeps it for ever, and counts that, if it can not
+/// be known that it has.
+/// `cuda` is the handle whose errors cudarc's drop of the owner would park.
+pub(crate) fn free_later(
+    context: &Arc<Context>,
+    cuda: Arc<CudaContext>,
+    waiter: &Waiter,
+    owner: Box<dyn Any + Send>,
+    pending: Vec<Pending>,
+) {
+    // In a `ManuallyDrop`, so that a job which never runs leaks rather than frees.
+    let owner = ManuallyDrop::new(owner);
+    let (free, leak) = (context.clone(), context);
+    let then = Box::new(move |passed: Result<()>| match passed {
+        Ok(()) => drop_bound(&free, &cuda, ManuallyDrop::into_inner(owner)),
+        Err(_) => free.count_leak(),
+    });
+    if waiter.submit(pending, then).is_err() {
+        leak.count_leak();
+    }
+}
+
 impl Drop for Waiter {
     fn drop(&mut self) {
         // A forked child has neither the thread nor, perhaps, a free lock.
@@ -150,6 +176,8 @@ fn step(mut job: Job, shared: &Shared) -> Option<Job> {
         match answer {
             Ok(true) => drop(job.pending.pop_front()),
             Ok(false) => return Some(job),
+            // A capture ends, and then the stream can be asked again.
+            Err(error) if error.is_capturing() && matches!(front, Front::Poll(_)) => return Some(job),
             Err(error) => {
                 finish(job, Err(error), shared);
                 return None;
@@ -173,8 +201,11 @@ fn block_elsewhere(pending: &Pending) -> Result<Arc<Mutex<Option<Result<()>>>>> 
 }
 
 fn finish(job: Job, result: Result<()>, shared: &Shared) {
+    let Job { pending, then } = job;
+    // What it waited for may hold streams and contexts: gone before anybody is told that the job is done.
+    drop(pending);
     // A panic in a caller's owner or waker is his; the other jobs go on.
-    let _ = catch_unwind(AssertUnwindSafe(move || (job.then)(result)));
+    let _ = catch_unwind(AssertUnwindSafe(move || then(result)));
     shared.queue.lock().open -= 1;
     shared.changed.notify_all();
 }

@@ -3,6 +3,15 @@
 
 use std::ops::Range;
 
+/// A piece of a copy between page-locked memory and the device. The copy engine turns to other streams between two pieces, so
+/// a small copy waits for about a millisecond behind a large one rather than for all of it; smaller pieces would cost
+/// bandwidth (on an H200 16 MiB pieces reach 0.99 of one copy's, 4 MiB 0.96).
+pub(crate) const PINNED_PIECE: usize = 64 << 20;
+
+/// A piece that passes through staging memory: large enough for the link, small enough that filling the first one does not
+/// cost much.
+pub(crate) const STAGED_PIECE: usize = 4 << 20;
+
 /// Cuts `0..bytes` into pieces of `size` bytes, the last one shorter; with their numbers. `size` 0 counts as 1.
 pub(crate) fn chunks(bytes: usize, size: usize) -> impl Iterator<Item = (usize, Range<usize>)> {
     let size = size.max(1);

@@ -1,7 +1,7 @@
 //! One context as this crate uses it: events, copy streams, what was leaked.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use cudarc::driver::{CudaContext, sys};
 use parking_lot::Mutex;
@@ -88,6 +88,11 @@ impl Context {
         cuda.check_err().map(|()| returned).map_err(|error| cudarc_error(name, error))
     }
 
+    /// Takes out of the way, and counts, what was parked in `cuda`.
+    pub(super) fn clear_stale(&self, cuda: &CudaContext) {
+        let _ = self.unparked(cuda, "", || ());
+    }
+
     pub(crate) fn count_leak(&self) {
         self.counters.leaked.fetch_add(1, Ordering::Relaxed);
     }
@@ -153,7 +158,6 @@ impl Drop for Context {
 pub(crate) struct OwnedStream {
     raw: sys::CUstream,
     cuda: Arc<CudaContext>,
-    kept: AtomicBool,
 }
 
 // SAFETY: the driver's stream functions may be called from any thread.
@@ -168,16 +172,7 @@ impl OwnedStream {
         let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
         // SAFETY: the context is current; the call writes one handle.
         check("cuStreamCreate", unsafe { sys::cuStreamCreate(&mut raw, flags) })?;
-        Ok(Self { raw, cuda: cuda.clone(), kept: AtomicBool::new(false) })
-    }
-}
-
-impl OwnedStream {
-    /// Never destroys it, nor the context it belongs to.
-    pub(super) fn keep(self: &Arc<Self>) {
-        if !self.kept.swap(true, Ordering::Relaxed) {
-            std::mem::forget(self.clone());
-        }
+        Ok(Self { raw, cuda: cuda.clone() })
     }
 }
 

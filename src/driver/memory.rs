@@ -9,7 +9,8 @@ use std::sync::atomic::Ordering;
 use cudarc::driver::{CudaContext, CudaSlice, CudaStream, DevicePtr, DevicePtrMut, sys};
 
 use super::call::{Bound, check};
-use super::context::{Context, cudarc_error};
+use super::context::{Context, cudarc_error, synchronize};
+use super::event::Event;
 use super::stream::Stream;
 use crate::element::Element;
 use crate::error::{Error, Kind, Result};
@@ -181,24 +182,107 @@ pub(crate) fn alloc_device<T: Element>(context: &Context, stream: &Stream, eleme
     })
 }
 
-/// The address of a slice, to read from. Makes `stream` wait for the writes that cudarc knows to be running on it; where
-/// that fails, which cudarc does not return, the address is not to be used. The context is current.
+/// The address of a slice, for reading. Makes `stream` wait for what cudarc knows to be writing to it.
 pub(crate) fn slice_address<T: Element>(context: &Context, slice: &CudaSlice<T>, stream: &Stream) -> Result<u64> {
-    context.unparked(stream.cuda().context(), "cuStreamWaitEvent", || slice.device_ptr(stream.cuda()).0)
+    let _bound = context.enter()?;
+    ordered(context, stream, || slice.device_ptr(stream.cuda()).0)
 }
 
-/// As [`slice_address`], to write to: `stream` waits for reads too.
+/// Takes over a slice of the caller's: makes `stream` wait for what cudarc knows to be running on it.
 pub(crate) fn adopt_slice<T: Element>(context: &Context, slice: &mut CudaSlice<T>, stream: &Stream) -> Result<u64> {
-    context.unparked(stream.cuda().context(), "cuStreamWaitEvent", || slice.device_ptr_mut(stream.cuda()).0)
+    let _bound = context.enter()?;
+    ordered(context, stream, || slice.device_ptr_mut(stream.cuda()).0)
+}
+
+/// Lets cudarc order `stream`; where it parks an error instead, waits for everything.
+fn ordered<R>(context: &Context, stream: &Stream, mut order: impl FnMut() -> R) -> Result<R> {
+    let handle = stream.cuda().context();
+    match context.unparked(handle, "cuStreamWaitEvent", &mut order) {
+        Ok(ordered) => Ok(ordered),
+        Err(_) => {
+            synchronize(handle)?;
+            // All has run: what cudarc parks now, if anything, is about a wait that is not needed.
+            let ordered = order();
+            context.clear_stale(handle);
+            Ok(ordered)
+        }
+    }
+}
+
+/// A slice that others hold too. Dropped with its context current.
+///
+/// Who has the last handle frees it: on his thread's stream, if it is the per-thread default stream. The reads that others
+/// submitted to their threads' streams before they dropped their handles come first.
+#[derive(Debug)]
+pub(crate) struct SharedSlice<T> {
+    slice: Option<Arc<CudaSlice<T>>>,
+    context: Arc<Context>,
+}
+
+impl<T> SharedSlice<T> {
+    pub(crate) fn new(context: &Arc<Context>, slice: Arc<CudaSlice<T>>) -> Self {
+        Self { slice: Some(slice), context: context.clone() }
+    }
+}
+
+impl<T> Drop for SharedSlice<T> {
+    fn drop(&mut self) {
+        // Only once nobody else has a handle is it known that nobody submits more.
+        let Some(slice) = self.slice.take().and_then(Arc::into_inner) else { return };
+        let stream = Stream::of_caller(slice.stream());
+        if stream.is_per_thread() && after_every_thread(&self.context, &stream).is_err() {
+            self.context.count_leak();
+            std::mem::forget(slice);
+        }
+    }
+}
+
+/// Lets a stream wait for the default streams of all threads: the legacy stream waits for those.
+fn after_every_thread(context: &Arc<Context>, stream: &Stream) -> Result<()> {
+    let legacy = Stream::of_caller(&context.cuda().default_stream());
+    legacy.check_not_capturing("freeing device memory")?;
+    stream.wait_for(&Event::record(context, &legacy)?)
+}
+
+/// Makes a slice belong to `stream`, on which its uses are ordered already: cudarc frees it there, and in single-stream
+/// mode takes it for granted that it is used nowhere else. If it belongs to another stream (one of ours), that takes a copy
+/// on the device, a hundredth of the time it took over the link.
+///
+/// # Errors
+/// The driver refused; the slice comes back.
+pub(crate) fn rehome_slice<T: Element>(
+    context: &Arc<Context>,
+    slice: CudaSlice<T>,
+    stream: &Stream,
+) -> Result<CudaSlice<T>, (Error, CudaSlice<T>)> {
+    if slice.stream().cu_stream() == stream.handle() && Arc::ptr_eq(slice.stream().context(), stream.cuda().context()) {
+        return Ok(slice);
+    }
+    let owner = Stream::of_caller(slice.stream());
+    let copied = alloc_device::<T>(context, stream, slice.len()).and_then(|target| {
+        let _bound = context.to_submit()?;
+        let to = slice_address(context, &target, stream)?;
+        let from = slice_address(context, &slice, &owner)?;
+        // SAFETY: both slices are as long, and `stream` comes after the uses of the source.
+        unsafe { super::copy::device_to_device(to, from, target.num_bytes(), stream)? };
+        // The source is freed on its own stream, after the copy.
+        owner.wait_for(&Event::record(context, stream)?)?;
+        Ok(target)
+    });
+    match copied {
+        Ok(target) => {
+            drop_bound(context, owner.cuda().context(), Box::new(slice));
+            Ok(target)
+        }
+        Err(error) => Err((error, slice)),
+    }
 }
 
 /// Tells cudarc's tracking of a slice that goes to the caller that all of ours lies before this point of `stream`. Where
 /// cudarc can not note it, waits instead.
 pub(crate) fn note_write<T: Element>(context: &Context, slice: &mut CudaSlice<T>, stream: &Stream) -> Result<()> {
     let _bound = context.enter()?;
-    let noted =
-        context.unparked(stream.cuda().context(), "cuEventRecord", || drop(slice.device_ptr_mut(stream.cuda())));
-    noted.or_else(|_| stream.synchronize())
+    ordered(context, stream, || drop(slice.device_ptr_mut(stream.cuda())))
 }
 
 /// Drops an owner whose drop may call cudarc (a `CudaSlice` with the handle `cuda`): with its context current, and with

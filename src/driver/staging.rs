@@ -13,11 +13,11 @@ use super::copy;
 use super::event::Event;
 use super::memory::Pinned;
 use super::stream::Stream;
-use crate::copy::chunks;
+use crate::copy::{STAGED_PIECE, chunks};
 use crate::error::Result;
 
-/// Bytes of one slot. 4 MiB pieces reach 0.96 of the H200's link (docs/benchmarks.md has the sweep).
-pub(crate) const SLOT: usize = 4 << 20;
+/// Bytes of one slot.
+const SLOT: usize = STAGED_PIECE;
 
 /// The slots of one direction of one device. Copies that need them take turns.
 #[derive(Debug, Default)]
@@ -68,6 +68,14 @@ impl Slots {
 }
 
 impl Staging {
+    /// Takes the slots out, each with the copy that may still use it: for the end, when they are to be freed.
+    pub(crate) fn take(&mut self) -> Vec<(Pinned, Option<Arc<Event>>)> {
+        match std::mem::take(self.slots.get_mut()) {
+            Slots::Ready(slots) => slots.into_iter().map(|slot| (slot.memory, slot.busy)).collect(),
+            Slots::Untried | Slots::Refused => Vec::new(),
+        }
+    }
+
     /// Copies `bytes` bytes of pageable memory to the device, in the order of `stream`. On return the source has been read;
     /// the device has the bytes once the stream has passed.
     ///

@@ -52,11 +52,9 @@ impl Stream {
         self.thread.is_none_or(|thread| thread == std::thread::current().id())
     }
 
-    /// Makes a stream of ours stay for ever, because a `CudaSlice` that names it goes to the caller.
-    pub(crate) fn keep(&self) {
-        if let Some(owned) = &self.owned {
-            owned.keep();
-        }
+    /// Whether it is one of this crate's own.
+    pub(crate) fn is_ours(&self) -> bool {
+        self.owned.is_some()
     }
 
     /// Whether the handle means another queue on every thread.

@@ -3,6 +3,7 @@
 
 use super::figures::{ByMemory, Figures};
 use super::{Backing, Direction, HostMemory, Request, Strategy};
+use crate::copy::{PINNED_PIECE, STAGED_PIECE};
 use crate::platform::{Capabilities, MemoryFigures, MemoryModel, Platform};
 
 /// How a way stands, best first. The plan chooses among those of the best standing.
@@ -321,14 +322,11 @@ fn of<T: Copy>(figures: &ByMemory<T>, backing: Backing) -> T {
     }
 }
 
-/// The pieces of a copy. A copy of page-locked memory loses bandwidth when cut below 16 MiB; ordinary memory passes through
-/// staging slots, which want 2 to 4 MiB (both measured on an H200). Memory that is page-locked already goes in one copy.
+/// The pieces of a copy; 0 where it fits one.
 pub(super) fn chunk_bytes(strategy: Strategy, request: &Request) -> u64 {
-    const PINNED: u64 = 16 << 20;
-    const STAGED: u64 = 4 << 20;
     let chunk = match (strategy, request.host) {
-        (Strategy::Streamed, HostMemory::Any) => PINNED,
-        (Strategy::Streamed, HostMemory::Pageable | HostMemory::ReadOnly) => STAGED,
+        (Strategy::Streamed, HostMemory::Pageable | HostMemory::ReadOnly) => STAGED_PIECE as u64,
+        (Strategy::Streamed, _) => PINNED_PIECE as u64,
         _ => 0,
     };
     if request.bytes > chunk { chunk } else { 0 }

@@ -219,10 +219,7 @@ pub fn plan(platform: &Platform, memory: &MemoryFigures, request: &Request) -> R
         .collect();
     let chunk_bytes = cost::chunk_bytes(strategy, request);
     if chunk_bytes > 0 {
-        reasons.push(format!(
-            "copied in pieces of {} MiB so that the copy overlaps with the CPU's work",
-            chunk_bytes >> 20
-        ));
+        reasons.push(format!("copied in pieces of {} MiB", chunk_bytes >> 20));
     }
     Ok(Decision { strategy, backing, chunk_bytes, reasons, estimates })
 }

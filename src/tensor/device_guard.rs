@@ -3,7 +3,7 @@
 //! The guards go straight into cudarc's launches and copies. They never give out a `CudaView` in safe code: a view outlives
 //! its guard too easily, and cudarc's tracking of it would not see ours.
 
-use std::cell::OnceCell;
+use std::cell::{Cell, OnceCell};
 use std::fmt;
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -16,6 +16,7 @@ use cudarc::driver::{
 
 use super::region::{Region, Submitted};
 use super::store::Store;
+use super::track::UseId;
 use crate::driver::memory::{alias_slice, forget_alias};
 use crate::driver::{Event, Stream};
 use crate::element::Element;
@@ -41,6 +42,10 @@ struct Access<'a, T: Element> {
     len: usize,
     /// `None` for a tensor without elements.
     used: Option<Used>,
+    /// Other streams than the guard's were given the address since the last wait for them.
+    lent: Cell<bool>,
+    /// That was ever so.
+    foreign: Cell<bool>,
     stream: Stream,
     alias: OnceCell<CudaSlice<T>>,
     /// Not Send nor Sync: with the per-thread default stream, another thread's work would run on another queue.
@@ -49,6 +54,8 @@ struct Access<'a, T: Element> {
 
 struct Used {
     region: Arc<Region>,
+    /// The guard's own use.
+    guard: UseId,
     write: bool,
     /// The guard's own use, and those of the copies that were made for it.
     submitted: Submitted,
@@ -66,6 +73,8 @@ impl<'a, T: Element> Access<'a, T> {
             address: 0,
             len: range.len() / size_of::<T>(),
             used: None,
+            lent: Cell::new(false),
+            foreign: Cell::new(false),
             stream,
             alias: OnceCell::new(),
             _borrow: PhantomData,
@@ -80,7 +89,7 @@ impl<'a, T: Element> Access<'a, T> {
         access.address = region.device()? + range.start as u64;
         let id = region.open(&access.stream, range, write);
         submitted.push(&region, id);
-        access.used = Some(Used { region, write, submitted });
+        access.used = Some(Used { region, guard: id, write, submitted });
         Ok(access)
     }
 
@@ -95,12 +104,13 @@ impl<'a, T: Element> Access<'a, T> {
     fn prepare(&self, used: &Used, stream: &CudaStream, write: bool) -> Result<()> {
         let own = self.stream.cuda();
         let same = stream.cu_stream() == own.cu_stream() && stream.context().cu_ctx() == own.context().cu_ctx();
-        if !same {
-            // Before anything can fail: from here on the address may be in use where we can not see it.
-            used.region.mark_foreign(stream.context(), write || used.write);
-        }
         let _bound = crate::driver::Bound::enter(stream.context())?;
         crate::driver::stream::check_not_capturing(stream.cu_stream(), "handing an address to a stream")?;
+        if used.write && self.lent.get() {
+            // What another stream was given before comes first, and has no event to wait for.
+            used.region.wait_foreign(used.guard)?;
+            self.lent.set(false);
+        }
         if !same {
             let device = used.region.on().ok_or_else(|| Error::new(Kind::HostOnly { operation: "device access" }))?;
             let event = {
@@ -108,6 +118,10 @@ impl<'a, T: Element> Access<'a, T> {
                 Event::record(device.context(), &self.stream)?
             };
             crate::driver::stream::wait_on(stream, &event)?;
+            // From here on the address may be in use where we can not see it.
+            used.region.mark_foreign(used.guard, stream.context(), write || used.write);
+            self.lent.set(true);
+            self.foreign.set(true);
         }
         Ok(())
     }
@@ -127,6 +141,9 @@ impl<T: Element> Drop for Access<'_, T> {
             forget_alias(alias);
         }
         let Some(used) = &mut self.used else { return };
+        if self.foreign.get() {
+            used.region.close_foreign(used.guard, !self.lent.get());
+        }
         let Some(device) = used.region.on() else { return };
         // If any of this fails the use stays open, and whoever comes next waits for the whole stream.
         let recorded = device.context().to_submit().and_then(|_bound| {

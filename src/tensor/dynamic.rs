@@ -84,10 +84,10 @@ impl DynTensor {
         self.bytes
     }
 
-    /// The tensor with its element type known. Nothing is copied.
+    /// The tensor with its element type known. Nothing is copied, except that for `bool` the bytes are looked at on the host.
     ///
     /// # Errors
-    /// The type is another one, or the bytes are not aligned for it; the tensor comes back.
+    /// The type is another one, the bytes are not aligned for it, or (`bool`) one is no value of it; the tensor comes back.
     pub fn downcast<T: Element>(self) -> Result<TransferTensor<T>, Refused<Self>> {
         if self.dtype != T::DTYPE {
             let error = Error::new(Kind::DType { expected: T::DTYPE.name(), got: self.dtype.name() });

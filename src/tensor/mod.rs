@@ -30,7 +30,7 @@ use self::view::{Window, part_doc};
 use crate::device::Device;
 use crate::driver::managed::{self, Advice, Location};
 use crate::driver::{Event, Stream};
-use crate::element::Element;
+use crate::element::{DType, Element};
 use crate::error::{Error, Kind, Refused, Result};
 use crate::layout::Shape;
 use crate::plan::{Backing, Decision, Strategy};
@@ -420,7 +420,9 @@ impl<T: Element> TransferTensor<T> {
         let _bound = device.context().enter()?;
         let all = 0..self.store.bytes();
         let existing = self.store.with_state(|state| state.device.as_ref().and_then(|region| region.stream()));
-        let stream = existing.unwrap_or_else(|| Stream::of_caller(device.stream()));
+        // A stream of ours stays ours. And a per-thread stream is this thread's from here on.
+        let existing = existing.filter(|stream| !stream.is_ours());
+        let stream = Stream::of_caller(existing.as_ref().map_or(device.stream(), Stream::cuda));
         stream.check_not_capturing("into_cuda_slice")?;
         let (region, mut submitted) = self.store.on_device(&all, true, &stream)?;
         region.order(&stream, &all, true)?;
@@ -441,10 +443,18 @@ impl<T: Element> TransferTensor<T> {
             }
         };
         match (region.reclaim::<CudaSlice<T>>(), self.store.device_handle()) {
-            (Ok(mut slice), Some(device)) => {
-                stream.keep();
+            (Ok(slice), Some(device)) => {
+                let context = device.context();
+                let mut slice = match crate::driver::memory::rehome_slice(context, slice, stream) {
+                    Ok(slice) => slice,
+                    Err((error, slice)) => {
+                        let region = options::slice_region(device, slice, stream).map(Arc::new);
+                        self.store.with_state(|state| state.device = region.ok());
+                        return Err(Refused { error, value: self });
+                    }
+                };
                 // A failure here is a fault: the slice's next use reports it.
-                let _ = crate::driver::memory::note_write(device.context(), &mut slice, stream);
+                let _ = crate::driver::memory::note_write(context, &mut slice, stream);
                 Ok(slice)
             }
             (Ok(_), None) => refuse("there is no device", self),
@@ -519,7 +529,7 @@ impl<T: Element> TransferTensor<T> {
     /// # Errors
     /// As [`device`](Self::device).
     pub fn release_host(&mut self, stream: &Arc<CudaStream>) -> Result<u64> {
-        if self.strategy() != Strategy::Streamed {
+        if self.strategy() != Strategy::Streamed || self.is_empty() {
             return Ok(0);
         }
         drop(self.device(stream)?);
@@ -550,6 +560,12 @@ impl<T: Element> fmt::Debug for TransferTensor<T> {
 }
 
 impl TransferTensor<u8> {
+    /// Whether every element is a value of `T`. Once it is, cudarc may be asked to copy them to a `Vec<T>`, where nobody
+    /// looks at them before. Only `bool` takes looking.
+    fn check_values<T: Element>(&self) -> Result<()> {
+        if T::DTYPE == DType::Bool { crate::element::validate::<T>(&self.host()?) } else { Ok(()) }
+    }
+
     /// The same bytes as elements of another type, if they are aligned for it.
     fn retype<T: Element>(mut self, shape: Shape) -> Result<TransferTensor<T>, (Error, Self, Shape)> {
         let misaligned = self.store.with_state(|state| {
@@ -560,6 +576,9 @@ impl TransferTensor<u8> {
         });
         if let Some(value) = misaligned {
             let error = Error::new(Kind::Misaligned { what: "the address", value, align: align_of::<T>() });
+            return Err((error, self, shape));
+        }
+        if let Err(error) = self.check_values::<T>() {
             return Err((error, self, shape));
         }
         if let Some(store) = Arc::get_mut(&mut self.store) {

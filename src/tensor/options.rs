@@ -11,9 +11,9 @@ use super::region::{Owner, Region};
 use super::store::{State, Store, pageable_region, pinned_region};
 use super::{TransferTensor, check_elements};
 use crate::device::Device;
-use crate::driver::memory::{Managed, Registration, adopt_slice, slice_address};
+use crate::driver::memory::{Managed, Registration, SharedSlice, adopt_slice, slice_address};
 use crate::driver::{Event, Stream};
-use crate::element::{Element, bytes_of};
+use crate::element::{Element, bytes_of, validate};
 use crate::error::{Error, Kind, Refused, Result};
 use crate::layout::Shape;
 use crate::os::Block;
@@ -292,7 +292,8 @@ impl<'d> TensorOptions<'d> {
     /// ```
     ///
     /// # Errors
-    /// The range lies outside, is misaligned or of another size; as [`zeros`](Self::zeros).
+    /// The range lies outside, is misaligned or of another size; a byte is no value of the type (`bool`); as
+    /// [`zeros`](Self::zeros).
     pub fn from_shared_bytes<T: Element, O>(
         self,
         owner: Arc<O>,
@@ -304,6 +305,7 @@ impl<'d> TensorOptions<'d> {
     {
         let shape = shape.into();
         let part = shared_part::<T>(AsRef::<[u8]>::as_ref(&*owner), &bytes, &shape)?;
+        validate::<T>(part)?;
         let mut decision = self.decide(bytes.len(), HostMemory::ReadOnly)?;
         let read_only = Some(SHARED_MEMORY);
         if bytes.is_empty() {
@@ -353,7 +355,7 @@ impl<'d> TensorOptions<'d> {
         match adopted {
             Ok((device, decision, stream, address)) => {
                 let bytes = slice.num_bytes();
-                let owner = Owner::Device { slice: Box::new(slice), stream: stream.clone(), adopted: true };
+                let owner = Owner::Device { slice: Box::new(slice), stream: stream.clone(), shared: false };
                 Ok(TransferTensor::new(
                     device_store::<T>(device, decision, None, address, bytes, owner, &stream),
                     shape,
@@ -384,7 +386,8 @@ impl<'d> TensorOptions<'d> {
             slice_address(device.context(), &slice, &stream)?
         };
         let bytes = slice.num_bytes();
-        let owner = Owner::Device { slice: Box::new(slice), stream: stream.clone(), adopted: true };
+        let kept = Box::new(SharedSlice::new(device.context(), slice));
+        let owner = Owner::Device { slice: kept, stream: stream.clone(), shared: true };
         let store = device_store::<T>(device, decision, Some(SHARED_MEMORY), address, bytes, owner, &stream);
         Ok(TransferTensor::new(store, shape))
     }
@@ -510,8 +513,8 @@ fn both_sides(region: Region) -> State {
         device: Some(region),
         shared: true,
         host_current: all.clone(),
-        device_current: all,
-        fence: true,
+        device_current: all.clone(),
+        unfenced: all,
     }
 }
 
@@ -525,6 +528,18 @@ pub(super) fn empty_store<T: Element>() -> Arc<Store> {
     Store::new::<T>(None, 0, Decision::host_only(), None, State::default())
 }
 
+/// The device's side of a tensor again, from a slice that was taken out of one.
+pub(super) fn slice_region<T: Element>(device: &Device, slice: CudaSlice<T>, used_by: &Stream) -> Result<Region> {
+    let stream = Stream::of_caller(slice.stream());
+    let (address, bytes) = (slice_address(device.context(), &slice, &stream)?, slice.num_bytes());
+    let owner = Owner::Device { slice: Box::new(slice), stream, shared: false };
+    // SAFETY: the slice owns `bytes` bytes at its address.
+    let region = unsafe { Region::new(None, Some(address), bytes, Backing::Device, Some(device.clone()), owner) };
+    // Left open: who comes next waits for the whole stream.
+    let _ = region.open(used_by, &(0..bytes), true);
+    Ok(region)
+}
+
 fn device_store<T: Element>(
     device: &Device,
     decision: Decision,
@@ -536,12 +551,19 @@ fn device_store<T: Element>(
 ) -> Arc<Store> {
     // SAFETY: the owner holds `bytes` bytes at this device address.
     let region = unsafe { Region::new(None, Some(address), bytes, Backing::Device, Some(device.clone()), owner) };
-    // Everything that was on the stream comes before every use of ours. If it can not be recorded, the use stays open and
-    // the whole stream is waited for.
+    // Everything that was on the stream comes before every use of ours; with a per-thread stream, on that of every thread,
+    // for which the legacy stream waits. If it can not be recorded, the use stays open and the whole stream is waited for.
     let all = 0..bytes;
-    let before = region.open(stream, &all, true);
-    if let Ok(event) = device.context().enter().and_then(|_bound| Event::record(device.context(), stream)) {
-        region.close(before, Arc::new(event));
+    let legacy = stream.is_per_thread().then(|| Stream::of_caller(&device.context().cuda().default_stream()));
+    for stream in [Some(stream), legacy.as_ref()].into_iter().flatten() {
+        let before = region.open(stream, &all, true);
+        let event = device.context().enter().and_then(|_bound| {
+            stream.check_not_capturing("adopting device memory")?;
+            Event::record(device.context(), stream)
+        });
+        if let Ok(event) = event {
+            region.close(before, Arc::new(event));
+        }
     }
     let state = State { device: Some(Arc::new(region)), device_current: RangeSet::full(bytes), ..State::default() };
     Store::new::<T>(Some(device.clone()), bytes, decision, read_only, state)

@@ -6,10 +6,10 @@ use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use cudarc::driver::CudaContext;
 use parking_lot::Mutex;
 
 use super::track::{Conflict, Track, UseId};
+use crate::complete::free_later;
 use crate::device::Device;
 use crate::driver::memory::drop_bound;
 use crate::driver::{Event, Pending, Stream};
@@ -58,8 +58,8 @@ pub(crate) enum Owner {
     Host(Box<dyn Any + Send>),
     /// Host memory whose drop is a slow driver call (unpinning): never on the caller's thread.
     Slow(Box<dyn Any + Send>),
-    /// Device memory that is freed in the order of a stream: a `CudaSlice`, or an `Arc` of one.
-    Device { slice: Box<dyn Any + Send>, stream: Stream, adopted: bool },
+    /// Device memory that is freed in the order of a stream: a `CudaSlice`, or a `SharedSlice`.
+    Device { slice: Box<dyn Any + Send>, stream: Stream, shared: bool },
 }
 
 impl std::fmt::Debug for Owner {
@@ -143,6 +143,7 @@ impl Region {
         if conflicts.is_empty() {
             return Ok(());
         }
+        let _range = crate::trace::range(c"wait", range.len());
         let mut passed = Vec::with_capacity(conflicts.len());
         for conflict in conflicts {
             conflict.pending.wait()?;
@@ -167,9 +168,30 @@ impl Region {
         self.track.lock().close(id, event);
     }
 
-    /// Notes that the device address went to a stream that we do not know.
-    pub(crate) fn mark_foreign(&self, context: &Arc<CudaContext>, write: bool) {
-        self.track.lock().foreign(context, write);
+    /// Notes that a device access has run.
+    pub(crate) fn passed(&self, id: UseId) {
+        self.track.lock().passed(&[id]);
+    }
+
+    /// A name for a guard, for what follows.
+    pub(crate) fn guard(&self) -> UseId {
+        self.track.lock().guard()
+    }
+
+    /// Notes that a guard gives the address to a stream that we do not know.
+    pub(crate) fn mark_foreign(&self, guard: UseId, context: &Arc<cudarc::driver::CudaContext>, write: bool) {
+        self.track.lock().foreign(guard, context, write);
+    }
+
+    /// Blocks until all has run that a guard let streams do that we do not know.
+    pub(crate) fn wait_foreign(&self, guard: UseId) -> Result<()> {
+        let pending = self.track.lock().foreign_of(guard);
+        pending.iter().try_for_each(Pending::wait)
+    }
+
+    /// Notes that a guard is gone; whether it has waited for what it let others do.
+    pub(crate) fn close_foreign(&self, guard: UseId, settled: bool) {
+        self.track.lock().close_foreign(guard, settled);
     }
 
     /// The stream that its free is ordered on, for device memory.
@@ -197,10 +219,10 @@ impl Region {
         let (any, back): (_, Wrap) = match self.owner.take() {
             Some(Owner::Host(any)) => (any, Owner::Host),
             Some(Owner::Slow(any)) => (any, Owner::Slow),
-            Some(Owner::Device { slice, stream, adopted }) => match slice.downcast::<T>() {
+            Some(Owner::Device { slice, stream, shared }) => match slice.downcast::<T>() {
                 Ok(value) => return Ok(*value),
                 Err(slice) => {
-                    self.owner = Some(Owner::Device { slice, stream, adopted });
+                    self.owner = Some(Owner::Device { slice, stream, shared });
                     return Err(Arc::new(self));
                 }
             },
@@ -222,8 +244,18 @@ impl Drop for Region {
         let pending = self.track.get_mut().all();
         match self.on.take() {
             Some(device) => retire(&device, owner, pending),
-            // Host-only memory never had a device use.
-            None => drop(owner),
+            None if pending.is_empty() => drop(owner),
+            // Host-only memory that a stream was given through a host guard. There is no device to wait for us.
+            None => {
+                let owner = std::mem::ManuallyDrop::new(owner);
+                let wait = move || {
+                    if pending.iter().try_for_each(Pending::wait).is_ok() {
+                        drop(std::mem::ManuallyDrop::into_inner(owner));
+                    }
+                };
+                // Where no thread can be had, it stays for ever.
+                let _ = std::thread::Builder::new().name("transfer-free".into()).spawn(wait);
+            }
         }
     }
 }
@@ -239,16 +271,22 @@ fn retire(device: &Device, owner: Owner, pending: Vec<Pending>) {
     }
     match owner {
         Owner::Host(any) if pending.is_empty() => drop(any),
-        Owner::Host(any) | Owner::Slow(any) => later(device, context.cuda().clone(), any, pending),
-        Owner::Device { slice, stream, adopted } => {
-            let in_order = free_in_order(device, &stream, adopted, &pending);
+        Owner::Host(any) | Owner::Slow(any) => {
+            let cuda = context.cuda().clone();
+            free_later(context, cuda, device.waiter(), any, pending);
+        }
+        Owner::Device { slice, stream, shared } => {
+            let in_order = free_in_order(device, &stream, shared, &pending);
             match in_order {
                 Ok(()) => drop_bound(context, stream.cuda().context(), slice),
                 Err(_) => {
                     let mut pending = pending;
                     let cuda = stream.cuda().context().clone();
-                    pending.push(Pending::Capture(stream));
-                    later(device, cuda, slice, pending);
+                    if !stream.is_per_thread() {
+                        pending.push(Pending::Capture(stream.clone()));
+                    }
+                    // The stream stays as long: it may be ours, and the slice is freed on it.
+                    free_later(context, cuda, device.waiter(), Box::new((slice, stream)), pending);
                 }
             }
         }
@@ -256,11 +294,15 @@ fn retire(device: &Device, owner: Owner, pending: Vec<Pending>) {
 }
 
 /// Lets the stream on which a slice is freed wait for its uses, so that the free can be submitted at once.
-fn free_in_order(device: &Device, stream: &Stream, adopted: bool, pending: &[Pending]) -> Result<()> {
+fn free_in_order(device: &Device, stream: &Stream, shared: bool, pending: &[Pending]) -> Result<()> {
     let context = device.context();
     if !context.cuda().has_async_alloc() && !pending.is_empty() {
         // cudarc would block in its drop.
         return Err(Error::unsupported("freeing in the order of a stream", "the device has no memory pools"));
+    }
+    if shared && stream.is_per_thread() && !passed(pending) {
+        // Another holder may be the last, and free it on another thread's stream, which knows nothing of our uses.
+        return Err(Error::unsupported("freeing in the order of a stream", "it is another stream on every thread"));
     }
     let _bound = context.enter()?;
     // The handle as *this* thread sees it: that is where cudarc will free.
@@ -276,26 +318,10 @@ fn free_in_order(device: &Device, stream: &Stream, adopted: bool, pending: &[Pen
             _ => return Err(Error::unsupported("freeing in the order of a stream", "its uses can not be named")),
         }
     }
-    if adopted && stream.is_per_thread() {
-        // Others may have used it on other threads' default streams; the legacy stream waits for all of those.
-        let legacy = Stream::of_caller(&context.cuda().default_stream());
-        legacy.check_not_capturing("freeing device memory")?;
-        stream.wait_for(&Event::record(context, &legacy)?)?;
-    }
     Ok(())
 }
 
-/// Frees `any`, made with the handle `cuda`, once all of `pending` has passed.
-fn later(device: &Device, cuda: Arc<CudaContext>, any: Box<dyn Any + Send>, pending: Vec<Pending>) {
-    let context = device.context().clone();
-    let leak = context.clone();
-    // Kept in a `ManuallyDrop`, so that a job which never runs leaks rather than frees.
-    let any = std::mem::ManuallyDrop::new(any);
-    let then = Box::new(move |passed: Result<()>| match passed {
-        Ok(()) => drop_bound(&context, &cuda, std::mem::ManuallyDrop::into_inner(any)),
-        Err(_) => context.count_leak(),
-    });
-    if device.waiter().submit(pending, then).is_err() {
-        leak.count_leak();
-    }
+/// Whether all has run, as far as can be asked without blocking.
+fn passed(pending: &[Pending]) -> bool {
+    pending.iter().all(|pending| pending.pollable() && pending.poll().is_ok_and(|passed| passed))
 }

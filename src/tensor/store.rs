@@ -19,6 +19,7 @@ use crate::element::Element;
 use crate::error::{Error, Kind, Result};
 use crate::plan::{Backing, Decision, Strategy};
 use crate::ranges::RangeSet;
+use crate::trace;
 
 /// The storage of a tensor. `TransferTensor` holds the only handle; views borrow it, shared tensors count it.
 #[derive(Debug)]
@@ -42,8 +43,9 @@ pub(crate) struct State {
     pub(crate) shared: bool,
     pub(crate) host_current: RangeSet,
     pub(crate) device_current: RangeSet,
-    /// The host wrote since the device last looked, and the device's view needs a fence to see it.
-    pub(crate) fence: bool,
+    /// What the host wrote since the device last looked there, and the device's view needs a fence to see. By range: a host
+    /// guard on one part may still write while the device looks at another.
+    pub(crate) unfenced: RangeSet,
 }
 
 /// Allocates device memory as a `CudaSlice<T>`, so that it can become one again.
@@ -146,7 +148,9 @@ impl Store {
         }
         if write {
             state.device_current.remove(range);
-            state.fence = true;
+            if state.shared && self.device.as_ref().is_some_and(|device| !io_coherent(device)) {
+                state.unfenced.insert(range);
+            }
         }
         Ok(region)
     }
@@ -174,6 +178,7 @@ impl Store {
 
     fn download_part(&self, source: &Arc<Region>, target: &Arc<Region>, part: &Range<usize>) -> Result<()> {
         let device = self.need_device("a download")?;
+        let _range = trace::range(c"download", part.len());
         let _bound = device.context().to_submit()?;
         let stream = device.context().copy_stream(Way::Down)?;
         source.order(&stream, part, false)?;
@@ -190,12 +195,14 @@ impl Store {
             target.close(write, event);
         } else {
             target.wait(part, true)?;
-            let read = source.open(&stream, part, false);
+            // Done when the call returns; if it fails, the driver may still be at it, and both uses stay open.
+            let (read, write) = (source.open(&stream, part, false), target.open(&stream, part, true));
             // SAFETY: as above; the target's bytes are current nowhere else and the state is locked, so nobody looks.
             unsafe {
                 let to = to.as_ptr().add(part.start);
                 device.staging_down().down(device.context(), to, from, part.len(), &stream)?;
             }
+            target.passed(write);
             source.close(read, Arc::new(Event::record(device.context(), &stream)?));
         }
         self.downloaded.fetch_add(part.len() as u64, Ordering::Relaxed);
@@ -220,11 +227,11 @@ impl Store {
         let region = region.ok_or_else(|| Error::unsupported("a device view", "no device memory"))?;
         let mut submitted = Submitted::default();
         if state.shared {
-            if state.fence && !device.platform().capabilities().io_coherent {
+            if !io_coherent(device) && !state.unfenced.within(range).is_empty() {
                 // The host's writes become visible to the device at a synchronisation (CUDA for Tegra, I/O coherency).
                 stream.synchronize()?;
+                state.unfenced.remove(range);
             }
-            state.fence = false;
         } else {
             self.upload(device, &mut state, &region, range, stream, &mut submitted)?;
         }
@@ -273,6 +280,7 @@ impl Store {
         stream: &Stream,
         submitted: &mut Submitted,
     ) -> Result<()> {
+        let _range = trace::range(c"upload", part.len());
         target.order(stream, part, true)?;
         let (from, to) = (source.host()?, target.device()? + part.start as u64);
         // SAFETY: the part lies inside the region.
@@ -286,8 +294,11 @@ impl Store {
             submitted.push(source, read);
         } else {
             source.wait(part, false)?;
+            let read = source.open(stream, part, false);
             // SAFETY: as above; the source is read before the call returns, under the state's lock.
             unsafe { device.staging_up().up(device.context(), to, from, part.len(), stream)? };
+            // Only if the call fails may the driver still be reading.
+            source.passed(read);
         }
         submitted.push(target, write);
         self.count_upload(part.len());
@@ -306,11 +317,9 @@ impl Store {
     }
 
     fn new_device_region(&self, device: &Device, stream: &Stream) -> Result<Region> {
-        // A slice may outlive everything of ours, so it is never allocated on a stream that ends with us... unless that
-        // stream is made to stay (`Stream::keep`), see `into_cuda_slice`.
         let allocate = || (self.allocate)(device, stream, self.bytes);
         let (slice, address) = allocate().or_else(|error| retry_after_drain(device, error, allocate))?;
-        let owner = Owner::Device { slice, stream: stream.clone(), adopted: false };
+        let owner = Owner::Device { slice, stream: stream.clone(), shared: false };
         // SAFETY: the slice owns `bytes` bytes at its address.
         let region =
             unsafe { Region::new(None, Some(address), self.bytes, Backing::Device, Some(device.clone()), owner) };
@@ -320,6 +329,10 @@ impl Store {
         region.close(allocation, Arc::new(Event::record(device.context(), stream)?));
         Ok(region)
     }
+}
+
+fn io_coherent(device: &Device) -> bool {
+    device.platform().capabilities().io_coherent
 }
 
 /// Memory that was dropped may still be waiting to be freed: after an out-of-memory, wait for that and try once more.

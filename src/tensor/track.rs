@@ -14,7 +14,7 @@ use crate::driver::{Event, Pending, Stream};
 #[derive(Debug, Default)]
 pub(crate) struct Track {
     uses: Vec<Use>,
-    /// Contexts on which a stream that we do not know got the address.
+    /// What guards gave to streams that we do not know.
     foreign: Vec<Foreign>,
     next: u64,
 }
@@ -32,8 +32,11 @@ struct Use {
 #[derive(Debug)]
 struct Foreign {
     id: UseId,
+    guard: UseId,
     context: Arc<CudaContext>,
     write: bool,
+    /// The guard lives or was forgotten. Whatever was waited for, it may have submitted more since.
+    open: bool,
 }
 
 /// The name of a use within its track.
@@ -73,15 +76,43 @@ impl Track {
         });
     }
 
-    /// Notes that the address went to a stream we do not know.
-    pub(crate) fn foreign(&mut self, context: &Arc<CudaContext>, write: bool) {
-        let known = self.foreign.iter_mut().find(|f| f.context.cu_ctx() == context.cu_ctx());
+    /// A name for a guard that is no use of its own.
+    pub(crate) fn guard(&mut self) -> UseId {
+        self.id()
+    }
+
+    /// Notes that a guard gave the address to a stream we do not know.
+    pub(crate) fn foreign(&mut self, guard: UseId, context: &Arc<CudaContext>, write: bool) {
+        let known = self.foreign.iter_mut().find(|f| f.guard == guard && f.context.cu_ctx() == context.cu_ctx());
         match known {
             Some(known) => known.write |= write,
             None => {
                 let id = self.id();
-                self.foreign.push(Foreign { id, context: context.clone(), write });
+                self.foreign.push(Foreign { id, guard, context: context.clone(), write, open: true });
             }
+        }
+    }
+
+    /// The contexts of the streams that a guard gave the address to.
+    pub(crate) fn foreign_of(&self, guard: UseId) -> Vec<Pending> {
+        let of_guard = self.foreign.iter().filter(|f| f.guard == guard);
+        of_guard.map(|f| Pending::Context(f.context.clone())).collect()
+    }
+
+    /// Notes that a guard is gone: it submits no more. If it has waited for all it submitted, it leaves nothing.
+    pub(crate) fn close_foreign(&mut self, guard: UseId, settled: bool) {
+        if settled {
+            self.foreign.retain(|f| f.guard != guard);
+            return;
+        }
+        let (of_guard, others) = std::mem::take(&mut self.foreign).into_iter().partition(|f| f.guard == guard);
+        self.foreign = others;
+        for closed in Vec::into_iter(of_guard) {
+            // Another name: a wait that began before the guard's last submission must not settle this. And it stands for
+            // older ones of its kind.
+            let closed = Foreign { id: self.id(), open: false, ..closed };
+            self.foreign.retain(|f| f.open || f.write != closed.write || f.context.cu_ctx() != closed.context.cu_ctx());
+            self.foreign.push(closed);
         }
     }
 
@@ -109,7 +140,7 @@ impl Track {
     /// Forgets uses that were waited for.
     pub(crate) fn passed(&mut self, ids: &[UseId]) {
         self.uses.retain(|u| !ids.contains(&u.id));
-        self.foreign.retain(|f| !ids.contains(&f.id));
+        self.foreign.retain(|f| f.open || !ids.contains(&f.id));
     }
 
     fn id(&mut self) -> UseId {

@@ -61,7 +61,15 @@ impl<T: Element> Transfer<T> {
     /// The device faulted.
     pub fn is_complete(&mut self) -> Result<bool> {
         while let Some(last) = self.pending.last() {
-            if !last.pollable() || !last.poll()? {
+            if !last.pollable() {
+                // A forgotten guard of another thread's default stream, an address given to another stream: only blocking
+                // tells, so the waiter does that.
+                return match self.signal().result() {
+                    Some(result) => result.map(|()| true),
+                    None => Ok(false),
+                };
+            }
+            if !last.poll()? {
                 return Ok(false);
             }
             self.pending.pop();

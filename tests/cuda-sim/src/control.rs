@@ -1,7 +1,7 @@
 //! The control functions, `cusim_*`: what a test says to the driver behind the program's back.
 
 use crate::device::Device;
-use crate::hostility::Hostility;
+use crate::hostility::{Callbacks, Hostility};
 use crate::kernels::KernelFn;
 use crate::memory::Kind;
 use crate::profile::Profile;
@@ -90,6 +90,10 @@ control! {
     fn cusim_fail(device: usize, call: RawText, nth: u64, status: u32, after: bool) -> bool, or false, {
         let call = text(call);
         let mut st = state::lock();
+        if device == usize::MAX {
+            st.hostility.fail(&call, nth, status, after);
+            return true;
+        }
         st.devices.get_mut(device).map(|dev| dev.hostility.fail(&call, nth, status, after)).is_some()
     }
 
@@ -235,7 +239,7 @@ fn set(st: &mut Guard, device: usize, setting: Setting, value: u64) -> bool {
         Setting::Poison => hostility.poison = on,
         Setting::Reorder => hostility.reorder = on,
         Setting::Late => hostility.late = on,
-        Setting::CallbacksAfterFault => hostility.callbacks_after_fault = on,
+        Setting::CallbacksRun => hostility.callbacks = if on { Callbacks::Always } else { Callbacks::Never },
         Setting::Gone => {
             hostility.gone = on;
             dev.notify();

@@ -4,6 +4,7 @@
 
 use crate::status::Status;
 use std::collections::HashMap;
+use std::time::Duration;
 
 /// Settings of one device.
 #[derive(Debug)]
@@ -21,8 +22,8 @@ pub(crate) struct Hostility {
     pub(crate) late: bool,
     /// Steps that are ready are taken in any order, after random delays.
     pub(crate) reorder: bool,
-    /// Host functions run also after a fault.
-    pub(crate) callbacks_after_fault: bool,
+    /// When host functions run.
+    pub(crate) callbacks: Callbacks,
     /// What `cuMemGetInfo` answers.
     pub(crate) mem_info: Option<(u64, u64)>,
     /// Copies to and from a peer move nothing.
@@ -42,13 +43,22 @@ impl Default for Hostility {
             poison: true,
             late: false,
             reorder: false,
-            callbacks_after_fault: false,
+            callbacks: Callbacks::UntilFault,
             mem_info: None,
             peer_writes_nothing: false,
             no_peers: false,
             random: 0x9e37_79b9_7f4a_7c15,
         }
     }
+}
+
+/// When host functions run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Callbacks {
+    /// As on hardware: not after a fault.
+    UntilFault,
+    Never,
+    Always,
 }
 
 #[derive(Debug)]
@@ -128,15 +138,24 @@ impl Hostility {
         (mixed ^ (mixed >> 31)) % bound.max(1)
     }
 
-    /// How long the next step is held back, in microseconds.
-    pub(crate) fn delay_us(&mut self) -> u64 {
+    /// How long the next step is held back.
+    pub(crate) fn delay(&mut self) -> Delay {
         let most = match (self.late, self.reorder) {
-            (true, _) => 2000,
+            (true, _) => 1000,
             (false, true) => 300,
-            (false, false) => return 0,
+            (false, false) => return Delay::default(),
         };
-        self.random(most)
+        let before = Duration::from_micros(self.random(most));
+        let after = if self.late { Duration::from_micros(self.random(most)) } else { Duration::ZERO };
+        Delay { before, after }
     }
+}
+
+/// How long a step waits before it does its work, and before it is said to be done.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Delay {
+    pub(crate) before: Duration,
+    pub(crate) after: Duration,
 }
 
 #[cfg(test)]

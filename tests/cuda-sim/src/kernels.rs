@@ -246,8 +246,10 @@ pub unsafe fn run(call: *const KernelCall, body: impl FnOnce(&mut Launch<'_>) ->
         Ok(Ok(())) => return,
         Ok(Err(fault)) => fault,
         Err(payload) => {
-            // Dropping what was thrown may throw again.
-            std::mem::forget(payload);
+            // Dropping what was thrown may throw again: then it stays.
+            if let Err(payload) = catch_unwind(AssertUnwindSafe(|| drop(payload))) {
+                std::mem::forget(payload);
+            }
             Fault::LaunchFailed
         }
     };

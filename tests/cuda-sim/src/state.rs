@@ -31,6 +31,8 @@ pub(crate) fn lock() -> Guard {
 #[derive(Debug, Default)]
 pub(crate) struct State {
     pub(crate) initialised: bool,
+    /// Failures of calls that are about no device.
+    pub(crate) hostility: crate::hostility::Hostility,
     /// Orders submissions and completions.
     pub(crate) tick: u64,
     handles: u64,

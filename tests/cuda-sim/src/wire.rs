@@ -92,7 +92,7 @@ pub(crate) enum Setting {
     Poison,
     Reorder,
     Late,
-    CallbacksAfterFault,
+    CallbacksRun,
     Gone,
     /// A status; 0 heals.
     Sticky,
@@ -115,7 +115,7 @@ impl Setting {
             Setting::Poison,
             Setting::Reorder,
             Setting::Late,
-            Setting::CallbacksAfterFault,
+            Setting::CallbacksRun,
             Setting::Gone,
             Setting::Sticky,
             Setting::HostFree,

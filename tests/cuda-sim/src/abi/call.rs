@@ -150,7 +150,9 @@ impl Call {
     }
 
     fn injected(self, guard: &mut Guard, device: Option<usize>) -> Option<Injected> {
-        let dev = guard.devices.get_mut(device?)?;
+        let Some(dev) = device.and_then(|device| guard.devices.get_mut(device)) else {
+            return guard.hostility.injected(self.name);
+        };
         if dev.hostility.gone {
             return Some(Injected { status: DEINITIALIZED, after: false });
         }

@@ -1,6 +1,6 @@
 //! Copies and fills.
 
-use super::types::In;
+use super::types::{In, Out};
 use super::{Call, Here};
 use crate::capture;
 use crate::sched::op::{CopyOp, End, FillOp, Op, Side};
@@ -80,6 +80,21 @@ export! {
         copy(call, (dst, Side::Device), (src, Side::Device), bytes, stream, Returns::Queued)
     }
 
+    fn cuMemcpyBatchAsync(
+        call, dsts: In<u64>, srcs: In<u64>, sizes: In<usize>, count: usize, _attributes: In<u8>, _indices: In<usize>,
+        _attribute_count: usize, failed: Out<usize>, stream: u64,
+    ) {
+        failed.set_if(usize::MAX);
+        batch(call, dsts, srcs, sizes, count, stream)
+    }
+
+    fn cuMemcpyBatchAsync_v2(
+        call, dsts: In<u64>, srcs: In<u64>, sizes: In<usize>, count: usize, _attributes: In<u8>, _indices: In<usize>,
+        _attribute_count: usize, stream: u64,
+    ) {
+        batch(call, dsts, srcs, sizes, count, stream)
+    }
+
     fn cuMemcpy2D_v2(call, rectangle: In<Rectangle>) {
         copy_2d(call, rectangle, 0, Returns::Done)
     }
@@ -148,6 +163,22 @@ fn copy(call: Call, dst: (u64, Side), src: (u64, Side), bytes: usize, stream: u6
         .bytes(bytes)
         .args([dst.0, src.0, 0, 0])
         .ctx(|st, here| queue(st, here, stream, CopyOp::flat(name, dst, src, bytes), returns))
+}
+
+fn batch(call: Call, dsts: In<u64>, srcs: In<u64>, sizes: In<usize>, count: usize, stream: u64) -> Status {
+    let name = call.name();
+    call.stream(stream).args([count as u64, 0, 0, 0]).ctx(|st, here| {
+        // The default streams are refused, and so is an empty batch.
+        if stream <= 2 || count == 0 {
+            return Err(INVALID_VALUE);
+        }
+        for index in 0..count {
+            let (dst, src, bytes) = (dsts.at(index)?, srcs.at(index)?, sizes.at(index)?);
+            let op = CopyOp::flat(name, (dst, Side::Any), (src, Side::Any), bytes as u64);
+            queue(st, here, stream, op, Returns::Queued)?;
+        }
+        Ok(())
+    })
 }
 
 fn copy_2d(call: Call, rectangle: In<Rectangle>, stream: u64, returns: Returns) -> Status {

@@ -1,7 +1,7 @@
 //! Initialisation, versions, errors, entry points by name.
 
 use super::types::{In, Out, Text};
-use crate::status::{INVALID_VALUE, NOT_FOUND, Res, Status};
+use crate::status::{INVALID_VALUE, NO_DEVICE, NOT_FOUND, Res, Status};
 use std::ffi::{CString, c_char, c_void};
 use std::ptr;
 
@@ -10,6 +10,9 @@ export! {
         call.before_init(|st| {
             if flags != 0 {
                 return Err(INVALID_VALUE);
+            }
+            if st.devices.is_empty() {
+                return Err(NO_DEVICE);
             }
             st.initialised = true;
             Ok(())

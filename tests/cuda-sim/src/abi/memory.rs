@@ -189,7 +189,11 @@ fn host_alloc(st: &mut Guard, here: Here, address: Out<u64>, bytes: usize, flags
 /// Ends an allocation or registration, after the work that is queued if the device's frees wait.
 fn free(st: &mut Guard, here: Here, id: u64, waits: bool) -> Res {
     if waits && st.device(here.device)?.hostility.free_waits {
+        let owner = st.memory.get(id).map(|found| found.ctx);
         sched::wait_context(st, here.ctx)?;
+        if let Some(owner) = owner.filter(|owner| *owner != here.ctx && st.contexts.contains_key(owner)) {
+            sched::wait_context(st, owner)?;
+        }
     }
     alloc::release(st, id)
 }

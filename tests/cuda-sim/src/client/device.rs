@@ -57,7 +57,7 @@ impl DeviceBuilder {
         self.with(Setting::Reorder, reorder.into())
     }
 
-    /// Whether steps start up to 2 ms late.
+    /// Whether steps start late and are said to be done late, by up to 2 ms in all.
     pub fn complete_late(self, late: bool) -> Self {
         self.with(Setting::Late, late.into())
     }
@@ -255,9 +255,9 @@ impl Device {
         self.set(Setting::Seed, seed);
     }
 
-    /// Whether host functions run also after a fault (they do not by default).
+    /// Host functions run also after a fault (`true`), or never (`false`). Without this they run until a fault.
     pub fn callbacks_run(&self, run: bool) {
-        self.set(Setting::CallbacksAfterFault, run.into());
+        self.set(Setting::CallbacksRun, run.into());
     }
 
     /// Every call returns `CUDA_ERROR_DEINITIALIZED`, as in a process that is ending.

@@ -68,6 +68,17 @@ pub fn register_kernel(name: &str, kernel: KernelFn) -> Result<(), InstallError>
     Ok(())
 }
 
+/// The `n`th call of this name (0: every call) that is about no device returns `code`: `cuInit`, `cuDeviceGetCount`,
+/// and others on a thread without a context. It holds for the whole process, so give the test a binary of its own.
+///
+/// # Errors
+/// As [`install`].
+pub fn fail_call(call: &str, n: u64, code: u32) -> Result<(), InstallError> {
+    let fail: extern "C" fn(usize, RawText, u64, u32, bool) -> bool = load::function("cusim_fail")?;
+    fail(usize::MAX, RawText::of(call), n, code, false);
+    Ok(())
+}
+
 /// The calling thread works for this long in virtual time: work it submits afterwards starts no earlier.
 ///
 /// # Errors

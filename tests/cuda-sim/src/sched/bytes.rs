@@ -31,6 +31,10 @@ pub(crate) fn copy(dst: u64, dst_foreign: bool, src: u64, src_foreign: bool, len
             Some(Moved::Refused) => PLAIN.store(true, Ordering::Relaxed),
         }
     }
+    let ends = |start: u64| readable(start) && readable(start + len as u64 - 1);
+    if (dst_foreign && !ends(dst)) || (src_foreign && !ends(src)) {
+        return Err(INVALID_VALUE);
+    }
     // SAFETY: both ranges are aliases of ours, or memory the caller of the driver promised to keep valid until the
     // copy is done. `copy` allows the ranges to overlap.
     unsafe { std::ptr::copy(src as *const u8, dst as *mut u8, len) };
@@ -45,12 +49,9 @@ pub(crate) fn stage(src: u64, len: u64) -> Res<Vec<u8>> {
     Ok(buffer)
 }
 
-/// Whether program memory can be read at an address (and, by page, nowhere else).
+/// Whether program memory can be read at an address; true where the kernel does not say.
 pub(crate) fn readable(addr: u64) -> bool {
     let mut byte = 0u8;
-    if PLAIN.load(Ordering::Relaxed) && !cfg!(cusim_asan) {
-        return true;
-    }
     !matches!(kernel_copy(&raw mut byte as u64, addr, 1, Way::Read), Moved::Fault)
 }
 

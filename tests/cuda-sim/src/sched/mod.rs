@@ -15,6 +15,7 @@ pub(crate) use body::{Body, Lane, Work};
 pub(crate) use step::Step;
 pub(crate) use track::{Access, Tracker, Use};
 
+use crate::hostility::Callbacks;
 use crate::state::{self, Guard, State, StreamKind};
 use crate::status::{DEINITIALIZED, INVALID_HANDLE, Res, SUCCESS, Status};
 use std::sync::Arc;
@@ -192,7 +193,7 @@ fn start(st: &mut State, id: u64) {
 
 /// Host functions run after a fault only where a test asks for it.
 fn runs_anyway(st: &State, device: usize, node: &Node) -> bool {
-    node.cancelled.is_none() && st.devices.get(device).is_some_and(|dev| dev.hostility.callbacks_after_fault)
+    node.cancelled.is_none() && st.devices.get(device).is_some_and(|dev| dev.hostility.callbacks == Callbacks::Always)
 }
 
 fn kick(st: &mut State, device: usize, engine: usize) {

@@ -2,6 +2,7 @@
 
 use super::body::{Body, Compare, CopyJob, FillJob, FreeJob, HostFn, HostJob, Source, Tally, ValueJob};
 use super::{Done, bytes, complete, fault, pump};
+use crate::hostility::Callbacks;
 use crate::memory::{Kind, arena};
 use crate::state::{self, State};
 use crate::status::{ILLEGAL_ADDRESS, Res, SUCCESS, Status};
@@ -17,10 +18,10 @@ pub(crate) fn run(id: u64) {
     let Some(body) = node.body.take() else { return };
     let (device, ctx) = (node.step.device, node.step.ctx);
     let uses = std::mem::take(&mut node.uses);
-    let delay = guard.devices.get_mut(device).map_or(0, |dev| dev.hostility.delay_us());
-    if delay > 0 {
+    let delay = guard.devices.get_mut(device).map(|dev| dev.hostility.delay()).unwrap_or_default();
+    if !delay.before.is_zero() {
         drop(guard);
-        thread::sleep(Duration::from_micros(delay));
+        thread::sleep(delay.before);
         guard = state::lock();
     }
     let stopped = guard.nodes.get(&id).and_then(|node| super::stopped(&guard, node));
@@ -34,8 +35,13 @@ pub(crate) fn run(id: u64) {
         }
     }
     dead(&mut guard, id, device, &uses);
+    let never = guard.devices.get(device).is_some_and(|dev| dev.hostility.callbacks == Callbacks::Never);
+    let body = if never && matches!(body, Body::Host(..)) { Body::Nop } else { body };
     drop(guard);
     let end = perform(id, ctx, device, body);
+    if !delay.after.is_zero() {
+        thread::sleep(delay.after);
+    }
     let mut guard = state::lock();
     if let Err(status) = end.result
         && end.sticky

@@ -1,0 +1,97 @@
+//! The example `handoff`: its contract as users see it, files that lie, and that its comparison can fail.
+#![cfg(target_os = "linux")]
+
+mod contract;
+mod hostile;
+mod parts;
+
+// The example's own parts, for what can not be seen from outside.
+#[path = "../../examples/common/mod.rs"]
+mod common;
+#[allow(dead_code, reason = "the example uses the rest")]
+#[path = "../../examples/handoff/file.rs"]
+mod file;
+#[allow(dead_code, reason = "the example uses the rest")]
+#[path = "../../examples/handoff/handover.rs"]
+mod handover;
+#[allow(dead_code, reason = "the example uses the rest")]
+#[path = "../../examples/handoff/kernel.rs"]
+mod kernel;
+#[allow(dead_code, reason = "the example uses the rest")]
+#[path = "../../examples/handoff/meter.rs"]
+mod meter;
+#[allow(dead_code, reason = "the example uses the rest")]
+#[path = "../../examples/handoff/sample.rs"]
+mod sample;
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::sync::OnceLock;
+
+use safetensors::tensor::{Dtype, TensorView, serialize};
+use tempfile::TempDir;
+
+/// The example lies beside the tests; a run of this test alone has to build it first.
+fn example() -> &'static Path {
+    static PATH: OnceLock<PathBuf> = OnceLock::new();
+    PATH.get_or_init(|| {
+        let test = std::env::current_exe().unwrap();
+        let profile = test.parent().unwrap().parent().unwrap();
+        let path = profile.join("examples").join("handoff");
+        if !path.exists() {
+            let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+            let mut build = Command::new(cargo);
+            build.args(["build", "--example", "handoff", "--target-dir"]).arg(profile.parent().unwrap());
+            if profile.ends_with("release") {
+                build.arg("--release");
+            }
+            assert!(build.current_dir(env!("CARGO_MANIFEST_DIR")).status().unwrap().success());
+        }
+        path
+    })
+}
+
+fn command(arguments: &[&str]) -> Command {
+    let mut command = Command::new(example());
+    command.args(arguments).env_remove("TRANSFER_TENSOR_STRATEGY");
+    command
+}
+
+fn run(arguments: &[&str]) -> Output {
+    command(arguments).output().unwrap()
+}
+
+/// Checks that it failed with this code, said why in one line on stderr, and printed nothing else; the line.
+fn refused(output: &Output, code: i32) -> String {
+    let line = String::from_utf8(output.stderr.clone()).unwrap();
+    assert_eq!(output.status.code(), Some(code), "{line}");
+    assert!(line.starts_with("error: ") && line.ends_with('\n') && line.lines().count() == 1, "{line:?}");
+    assert!(line.len() < 1000 && !line.chars().any(|c| c.is_control() && c != '\n'), "{line:?}");
+    assert_eq!(output.stdout, b"", "{line}");
+    line
+}
+
+/// A folder with a small model in `model.safetensors`; its bytes in all.
+fn small_model() -> (TempDir, String, u64) {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.safetensors");
+    let tensors: [(&str, Dtype, &[usize]); 7] = [
+        ("weight", Dtype::F32, &[129, 33]),
+        ("packed", Dtype::F4, &[3, 2]),
+        ("six", Dtype::F6_E3M2, &[4]),
+        ("empty", Dtype::BF16, &[7, 0]),
+        ("scalar", Dtype::I64, &[]),
+        ("mask", Dtype::BOOL, &[31]),
+        ("byte", Dtype::U8, &[1]),
+    ];
+    let content = |bytes: usize| (0..bytes).map(|i| (i * 7 % 251 % 2) as u8).collect::<Vec<_>>();
+    let bytes = |dtype: Dtype, shape: &[usize]| shape.iter().product::<usize>() * dtype.bitsize() / 8;
+    let contents: Vec<_> = tensors.iter().map(|(_, dtype, shape)| content(bytes(*dtype, shape))).collect();
+    let views = tensors
+        .iter()
+        .zip(&contents)
+        .map(|((name, dtype, shape), content)| (*name, TensorView::new(*dtype, shape.to_vec(), content).unwrap()));
+    std::fs::write(&path, serialize(views, None).unwrap()).unwrap();
+    let total = contents.iter().map(|content| content.len() as u64).sum();
+    (folder, path.to_str().unwrap().to_owned(), total)
+}
