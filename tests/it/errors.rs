@@ -2,15 +2,17 @@
 //! (field reports R68, R77, R89, R90, R91).
 
 use std::collections::BTreeMap;
+use std::sync::LazyLock;
 
 use cuda_sim::DeviceBuilder;
-use transfer_tensor::cudarc::driver::{DriverError, sys};
+use transfer_tensor::cudarc::driver::{DriverError, LaunchConfig, PushKernelArg, sys};
 use transfer_tensor::{Access, Backing, Direction, Error, Refused, Request, Strategy, TransferTensor};
 
-use crate::machines::{built, drain, kernel, on, pattern, unseen, xor_on_device, xor_on_host};
+use crate::machines::{built, drain, kernel, on, pattern, unseen};
 use crate::support::{Gpu, H200, SPARK};
 
 const MIB: usize = 1 << 20;
+const PART: usize = 100_000;
 
 /// Somebody's failed call, parked in the context as cudarc's drops do.
 fn park(gpu: &Gpu) {
@@ -64,6 +66,67 @@ fn a_stale_error_does_not_fail_a_good_transfer() {
     }
 }
 
+/// The same where the caller's stream belongs to a second handle of the context: cudarc parks errors in handles.
+#[test]
+fn a_stale_error_in_a_second_handle_is_no_other_case() {
+    let gpu = Gpu::any(H200);
+    let other = gpu.another_context();
+    let stream = other.default_stream();
+    let park = || other.record_err::<()>(Err(DriverError(sys::CUresult::CUDA_ERROR_NOT_SUPPORTED)));
+    let bytes = pattern(10_000, 8);
+    // Allocated, used, turned into a slice and back, freed: all with the stream of the second handle.
+    let mut tensor = gpu.device.tensor().strategy(Strategy::Streamed).from_slice(&bytes, [10_000]).unwrap();
+    park();
+    drop(tensor.device_mut(&stream).unwrap());
+    park();
+    let slice = tensor.into_cuda_slice().unwrap();
+    other.check_err().unwrap();
+    park();
+    let tensor = gpu.device.tensor().from_cuda_slice(slice, [10_000]).unwrap();
+    park();
+    assert_eq!(*tensor.host().unwrap(), *bytes);
+    drop(tensor);
+    drain(&gpu.device);
+    other.check_err().unwrap();
+    assert_eq!(gpu.device.stats().stale_errors, 4);
+    if let Some(sim) = &gpu.sim {
+        // And a free that fails is counted as ours, not left there.
+        let mut tensor = gpu.device.tensor().strategy(Strategy::Streamed).zeros::<u8>([100]).unwrap();
+        drop(tensor.device_mut(&stream).unwrap());
+        sim.fail_nth("cuMemFreeAsync", 1, 999);
+        drop(tensor);
+        drain(&gpu.device);
+        assert_eq!(gpu.device.stats().free_errors, 1);
+        other.check_err().unwrap();
+    }
+}
+
+/// The waits that cudarc submits for a slice that is handed over: if one fails, the slice may still be written to, so it is
+/// not taken.
+#[test]
+fn a_slice_whose_users_can_not_be_waited_for_is_given_back() {
+    let Some(gpu) = Gpu::simulated(H200) else { return };
+    let sim = gpu.sim.as_ref().unwrap();
+    let writer = gpu.context.new_stream().unwrap();
+    let mut slice = gpu.stream.clone_htod(&pattern(5000, 9)).unwrap();
+    gpu.stream.synchronize().unwrap();
+    let gate = sim.gate(writer.cu_stream() as u64);
+    writer.memset_zeros(&mut slice).unwrap();
+    sim.fail_always("cuStreamWaitEvent", 999);
+    let refused = gpu.device.tensor().from_cuda_slice(slice, [5000]).unwrap_err();
+    assert_eq!(refused.error.driver_code(), Some(999), "{}", refused.error);
+    let shared = std::sync::Arc::new(refused.value);
+    let error = gpu.device.tensor().from_shared_cuda_slice(shared.clone(), [5000]).unwrap_err();
+    assert_eq!(error.driver_code(), Some(999), "{error}");
+    sim.clear_failures();
+    gpu.context.check_err().unwrap();
+    let tensor = gpu.device.tensor().from_shared_cuda_slice(shared, [5000]).unwrap();
+    gate.open();
+    assert_eq!(*tensor.host().unwrap(), [0u8; 5000]);
+    drop((tensor, writer));
+    gpu.finish();
+}
+
 /// R68, the other way: a free of ours that fails is ours; the next user of the context sees nothing of it.
 #[test]
 fn a_failing_drop_is_not_the_next_callers_error() {
@@ -104,7 +167,7 @@ fn a_failing_drop_is_not_the_next_callers_error() {
 type Scenario = fn(&Gpu) -> Result<(), Error>;
 
 /// More than two staging slots.
-const STAGED: usize = 9 * MIB + 12_345;
+const STAGED: usize = 8 * PART + 12_345;
 
 fn there_changed_and_back(gpu: &Gpu, tensor: TransferTensor<u8>, bytes: &[u8]) -> Result<(), Error> {
     let tensor = again_if_refused(tensor.to_device(), |tensor| tensor.to_device())?;
@@ -113,13 +176,21 @@ fn there_changed_and_back(gpu: &Gpu, tensor: TransferTensor<u8>, bytes: &[u8]) -
         // The tensor is whole: what was not brought over is brought again.
         Err(Refused { value, .. }) => value,
     };
+    // All of it may have been written to, a part in the middle is.
+    let (start, len, value) = (bytes.len() / 2, 1000usize, 0x5Au8);
     let change = |tensor: &mut TransferTensor<u8>| {
-        xor_on_device(&gpu.context, &gpu.stream, &mut tensor.device_mut(&gpu.stream)?);
+        let guard = tensor.device_mut(&gpu.stream)?;
+        let fill = kernel(&gpu.context, "fill_u8");
+        let (at, len, value) = (guard.address() + start as u64, len as u64, u32::from(value));
+        let mut launch = gpu.stream.launch_builder(&fill);
+        launch.arg(&at).arg(&len).arg(&value);
+        // SAFETY: that many bytes lie behind the address; the launch is on the guard's stream.
+        unsafe { launch.launch(LaunchConfig::for_num_elems(1000)) }.unwrap();
         Ok::<(), Error>(())
     };
     change(&mut tensor).or_else(|_first| change(&mut tensor))?;
     let mut expected = bytes.to_vec();
-    xor_on_host(&mut expected);
+    expected[start..start + len].fill(value);
     // A download that failed has lost nothing: the device still has the bytes.
     let tensor = match tensor.to_host() {
         Ok(ticket) => ticket.wait().unwrap_or_else(|refused| refused.value),
@@ -141,33 +212,34 @@ fn again_if_refused<T, V>(
 }
 
 fn from_pageable(gpu: &Gpu) -> Result<(), Error> {
-    let bytes = pattern(STAGED, 3);
+    static BYTES: LazyLock<Vec<u8>> = LazyLock::new(|| pattern(STAGED, 3));
+    let bytes = BYTES.clone();
     let options = || gpu.device.tensor().strategy(Strategy::Streamed);
     let tensor = again_if_refused(options().from_vec(bytes.clone(), [STAGED]), |v| options().from_vec(v, [STAGED]))?;
     there_changed_and_back(gpu, tensor, &bytes)
 }
 
 fn from_registered(gpu: &Gpu) -> Result<(), Error> {
-    let bytes = pattern(MIB + 1, 4);
-    let tensor = gpu.device.tensor().strategy(Strategy::Streamed).pin(true).from_vec(bytes.clone(), [MIB + 1]);
+    let bytes = pattern(PART + 1, 4);
+    let tensor = gpu.device.tensor().strategy(Strategy::Streamed).pin(true).from_vec(bytes.clone(), [PART + 1]);
     there_changed_and_back(gpu, tensor?, &bytes)
 }
 
 fn from_pinned(gpu: &Gpu) -> Result<(), Error> {
-    let bytes = pattern(MIB + 7, 5);
-    let tensor = gpu.device.tensor().strategy(Strategy::Streamed).from_slice(&bytes, [MIB + 7])?;
+    let bytes = pattern(PART + 7, 5);
+    let tensor = gpu.device.tensor().strategy(Strategy::Streamed).from_slice(&bytes, [PART + 7])?;
     there_changed_and_back(gpu, tensor, &bytes)
 }
 
 fn in_place(gpu: &Gpu) -> Result<(), Error> {
-    let bytes = pattern(MIB + 9, 6);
-    let tensor = gpu.device.tensor().strategy(Strategy::ZeroCopy).from_slice(&bytes, [MIB + 9])?;
+    let bytes = pattern(PART + 9, 6);
+    let tensor = gpu.device.tensor().strategy(Strategy::ZeroCopy).from_slice(&bytes, [PART + 9])?;
     there_changed_and_back(gpu, tensor, &bytes)
 }
 
 fn from_zeros(gpu: &Gpu) -> Result<(), Error> {
-    let tensor = gpu.device.tensor().strategy(Strategy::Streamed).zeros::<u8>([MIB])?;
-    there_changed_and_back(gpu, tensor, &vec![0; MIB])
+    let tensor = gpu.device.tensor().strategy(Strategy::Streamed).zeros::<u8>([PART])?;
+    there_changed_and_back(gpu, tensor, &vec![0; PART])
 }
 
 /// How often each driver call is made in a scenario that goes well.
@@ -191,9 +263,9 @@ fn is_ours(call: &str) -> bool {
     !["cuModule", "cuLaunch", "cuFunc", "cuCtx"].iter().any(|prefix| call.starts_with(prefix))
 }
 
-/// A free that fails frees nothing; and cudarc loses an allocation for which it can not make its events.
+/// What is not destroyed is left over; and cudarc loses an allocation for which it can not make its events.
 fn may_leak(call: &str) -> bool {
-    ["Free", "Destroy", "Unregister", "Release", "EventCreate"].iter().any(|word| call.contains(word))
+    ["Destroy", "Release", "EventCreate"].iter().any(|word| call.contains(word))
 }
 
 /// R77: whichever call fails, and whether or not it did its work before it failed: an error or the right bytes, nothing
@@ -231,7 +303,10 @@ fn survives_every_failure(profile: &str, scenario: Scenario) {
                 drain(&gpu.device);
                 assert_eq!(sim.violations(), Vec::<String>::new(), "{what}");
                 gpu.context.check_err().unwrap_or_else(|error| panic!("{what}: parked {:?}", error.0));
-                if !may_leak(&call) && !after && gpu.device.stats().leaked == 0 {
+                // A free that failed frees nothing. (Where two threads' errors meet in the one place that cudarc has for them, it
+                // may have been taken for an older one.)
+                let stats = gpu.device.stats();
+                if !may_leak(&call) && !after && stats.leaked + stats.free_errors + stats.stale_errors == 0 {
                     println!("{what}");
                     gpu.finish();
                 }
@@ -314,7 +389,6 @@ fn without_memory_pools_a_free_waits_for_the_users() {
         {
             let guard = tensor.device_mut(&gpu.stream).unwrap();
             let (bytes, value) = (len as u64, 7u32);
-            use transfer_tensor::cudarc::driver::{LaunchConfig, PushKernelArg};
             let mut launch = gpu.stream.launch_builder(&fill);
             launch.arg(&guard).arg(&bytes).arg(&value);
             // SAFETY: as many bytes at the guard's address, on its stream.
