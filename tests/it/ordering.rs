@@ -489,6 +489,8 @@ fn a_device_without_io_coherency_sees_what_the_host_wrote() {
         assert!(seen.iter().enumerate().all(|(i, &x)| x == round ^ crate::support::index_hash(i)), "{round}");
     }
     // A look of the device at one part does not settle what the host goes on to write to another.
+    let mut copy = gpu.both_sides(&[0u8; 32]);
+    drop(copy.device_mut(&gpu.stream).unwrap());
     {
         let (mut head, mut tail) = tensor.view_mut(..).unwrap().split_at(32).unwrap();
         let mut host = head.host_mut().unwrap();
@@ -496,7 +498,6 @@ fn a_device_without_io_coherency_sees_what_the_host_wrote() {
         gpu.stream.synchronize().unwrap();
         host.fill(9);
     }
-    let mut copy = gpu.both_sides(&[0u8; 32]);
     let head = tensor.view(..32).unwrap();
     kernels.copy(&gpu.stream, &mut copy.device_mut(&gpu.stream).unwrap(), &head.device(&gpu.stream).unwrap());
     assert_eq!(*copy.host().unwrap(), [9; 32]);
