@@ -102,8 +102,9 @@ impl Context {
             return Ok(event);
         }
         let mut raw = std::ptr::null_mut();
-        let flags =
-            sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32 | sys::CUevent_flags::CU_EVENT_BLOCKING_SYNC as u32;
+        // Not for blocking waits: those make the GPU raise an interrupt, and waiting for such an event just after recording
+        // it costs an H200 32 µs more (docs/benchmarks.md). `Event::wait` sleeps by itself.
+        let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
         // SAFETY: the callers hold a `Bound` of this context; the call writes one handle.
         check("cuEventCreate", unsafe { sys::cuEventCreate(&mut raw, flags) })?;
         Ok(RawEvent(raw))

@@ -11,19 +11,21 @@ use super::context::{Context, RawEvent};
 use super::stream::Stream;
 use crate::error::Result;
 
-/// How long a wait asks again before it blocks: a blocking wait costs 22 µs on an H200, a query loop 7.
+/// How long a wait asks again and again before it begins to sleep between two questions.
 const POLL: Duration = Duration::from_micros(30);
 
-/// A copy that should take no longer than this is asked for until it is due: the wake-up from a blocking wait would cost a
-/// 16 MiB copy a fifth of its bandwidth (measured on an H200; docs/benchmarks.md).
+/// A copy that should take no longer than this is asked for until it is due.
 const POLL_COPY: Duration = Duration::from_micros(500);
+
+/// The sleeps: a 64th of what the wait took so far, so that it ends at most that much late, within these bounds.
+const SLEEP: std::ops::RangeInclusive<Duration> = Duration::from_micros(20)..=Duration::from_millis(1);
 
 /// A point on a stream that was recorded.
 #[derive(Debug)]
 pub(crate) struct Event {
     raw: Option<RawEvent>,
     context: Arc<Context>,
-    /// How long a wait asks before it blocks.
+    /// How long a wait asks before it sleeps.
     poll: Duration,
 }
 
@@ -73,13 +75,16 @@ impl Event {
         loop {
             // SAFETY: the handle is alive and was recorded.
             match unsafe { sys::cuEventQuery(self.handle()) } {
-                sys::CUresult::CUDA_ERROR_NOT_READY if start.elapsed() < self.poll => std::hint::spin_loop(),
-                sys::CUresult::CUDA_ERROR_NOT_READY => break,
+                sys::CUresult::CUDA_ERROR_NOT_READY => {}
                 code => return check("cuEventQuery", code),
             }
+            let waited = start.elapsed();
+            if waited < self.poll {
+                std::hint::spin_loop();
+            } else {
+                std::thread::sleep((waited / 64).clamp(*SLEEP.start(), *SLEEP.end()));
+            }
         }
-        // SAFETY: as above.
-        check("cuEventSynchronize", unsafe { sys::cuEventSynchronize(self.handle()) })
     }
 }
 

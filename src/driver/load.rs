@@ -54,7 +54,6 @@ const REQUIRED: &[&str] = &[
     "cuEventDestroy_v2",
     "cuEventRecord",
     "cuEventQuery",
-    "cuEventSynchronize",
     "cuThreadExchangeStreamCaptureMode",
 ];
 

@@ -9,6 +9,7 @@ mod existing;
 mod machines;
 mod registration;
 mod shapes;
+mod soundness;
 mod support;
 mod tensor;
 mod unified;

@@ -18,7 +18,7 @@ use cuda_sim::{DeviceBuilder, Driver};
 use transfer_tensor::cudarc::driver::sys;
 use transfer_tensor::cudarc::driver::{CudaContext, CudaFunction, CudaModule, CudaStream, LaunchConfig, PushKernelArg};
 use transfer_tensor::cudarc::nvrtc::Ptx;
-use transfer_tensor::{Detector, Device, DeviceMut, DeviceRef};
+use transfer_tensor::{Backing, Detector, Device, DeviceMut, DeviceRef, Element, Strategy, TransferTensor};
 
 /// A device, its context and a stream of the test's own.
 pub(crate) struct Gpu {
@@ -138,7 +138,8 @@ impl Gpu {
     /// Loads the kernels of the simulator's `kernels.cu`.
     pub(crate) fn kernels(&self) -> Kernels {
         let ptx = Ptx::from_src(include_str!("../cuda-sim/kernels/kernels.ptx"));
-        let kernels = Kernels { module: self.context.load_module(ptx).expect("the kernels") };
+        let kernels =
+            Kernels { module: self.context.load_module(ptx).expect("the kernels"), context: self.context.clone() };
         if self.sim.is_none() {
             // A real driver loads a function when it is first launched, and may wait for the device to do so.
             let mut warm = self.device.tensor().zeros::<u8>([1]).expect("a tensor");
@@ -163,8 +164,39 @@ impl Gpu {
         if let Some(sim) = sim {
             sim.idle();
             assert_eq!(sim.violations(), Vec::<String>::new());
+            let start = std::time::Instant::now();
+            while !sim.leaks().is_empty() && start.elapsed() < Duration::from_secs(5) {
+                std::thread::yield_now();
+            }
             assert_eq!(sim.leaks(), Vec::<String>::new());
         }
+    }
+
+    /// As [`finish`](Gpu::finish) for a test that forgot a guard, which keeps its memory for ever.
+    #[track_caller]
+    pub(crate) fn finish_forgotten(self) {
+        let Gpu { sim, context, stream, device } = self;
+        device.drain(HANG).expect("all is freed");
+        drop((device, stream, context));
+        if let Some(sim) = sim {
+            sim.idle();
+            assert_eq!(sim.violations(), Vec::<String>::new());
+        }
+    }
+
+    /// A tensor of one allocation that both sides see: pinned, so that it is to be had on every machine.
+    pub(crate) fn both_sides<T: Element>(&self, values: &[T]) -> TransferTensor<T> {
+        let options = self.device.tensor().strategy(Strategy::ZeroCopy).backing(Backing::Pinned);
+        options.from_slice(values, values.len()).expect("a tensor")
+    }
+
+    /// A tensor with the device's own memory, and the values there.
+    pub(crate) fn on_device(&self, values: &[u8]) -> TransferTensor<u8> {
+        let options = self.device.tensor().strategy(Strategy::Streamed);
+        let tensor = options.from_slice(values, values.len()).expect("a tensor");
+        drop(tensor.device(&self.stream).expect("a guard"));
+        self.stream.synchronize().expect("idle");
+        tensor
     }
 }
 
@@ -265,10 +297,13 @@ pub(crate) fn index_hash(index: usize) -> u8 {
 /// The kernels of the simulator's `kernels.cu`, on either driver.
 pub(crate) struct Kernels {
     pub(crate) module: Arc<CudaModule>,
+    context: Arc<CudaContext>,
 }
 
 impl Kernels {
     pub(crate) fn function(&self, name: &str) -> CudaFunction {
+        // cudarc does not, and the thread may be a fresh one.
+        self.context.bind_to_thread().expect("the context");
         self.module.load_function(name).expect("a kernel of kernels.cu")
     }
 

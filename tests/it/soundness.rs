@@ -1,0 +1,892 @@
+//! Safe code does not get at bytes in flight: the sequences of which it was shown that a literal wrapper around cudarc lets
+//! it, and others of their kind. Rows 6 and 7, and the replay of a graph that a kernel launch was captured in, are cudarc's
+//! own (`docs/safety.md`).
+
+use std::mem::forget;
+use std::sync::Arc;
+
+use transfer_tensor::cudarc::driver::result::DriverError;
+use transfer_tensor::cudarc::driver::sys::{self, CUresult};
+use transfer_tensor::cudarc::driver::{CudaContext, CudaSlice, CudaStream, DevicePtrMut, DeviceSlice, SyncOnDrop};
+use transfer_tensor::{Backing, DType, DynTensor, Strategy, TensorOptions, TransferTensor};
+
+use crate::support::{GH200, Gpu, H200, HANG, ORIN, SPARK, builder, within};
+
+const LEN: usize = 4096;
+
+/// Row 1. cudarc keeps one read event for each slice: the second reader overwrites the first.
+#[test]
+fn a_host_write_comes_after_every_foreign_reader() {
+    let gpu = Gpu::any(H200);
+    let (slow, fast) = (gpu.another_stream(), gpu.another_stream());
+    let mut first = gpu.stream.alloc_zeros::<u8>(LEN).unwrap();
+    let mut second = gpu.stream.alloc_zeros::<u8>(LEN).unwrap();
+    let mut tensor = gpu.both_sides(&[0x11u8; LEN]);
+    gpu.context.synchronize().unwrap();
+
+    let gate = gpu.gate(&slow);
+    let guard = tensor.device(&gpu.stream).unwrap();
+    slow.memcpy_dtod(&guard, &mut first).unwrap();
+    fast.memcpy_dtod(&guard, &mut second).unwrap();
+    drop(guard);
+    let opener = gate.open_later();
+    tensor.host_mut().unwrap().fill(0x99);
+    assert!(opener.opened(), "host_mut returned under a reader");
+    drop(opener);
+
+    assert_eq!(gpu.stream.clone_dtoh(&first).unwrap(), [0x11; LEN]);
+    assert_eq!(gpu.stream.clone_dtoh(&second).unwrap(), [0x11; LEN]);
+    drop((tensor, first, second, slow, fast));
+    gpu.finish();
+}
+
+/// As row 1, for device memory that is freed under the reader.
+#[test]
+fn device_memory_is_not_freed_under_a_foreign_reader() {
+    let gpu = Gpu::any(H200);
+    let slow = gpu.another_stream();
+    let mut copy = gpu.stream.alloc_zeros::<u8>(LEN).unwrap();
+    let tensor = gpu.on_device(&[0x11; LEN]);
+    gpu.context.synchronize().unwrap();
+
+    let gate = gpu.gate(&slow);
+    slow.memcpy_dtod(&tensor.device(&gpu.stream).unwrap(), &mut copy).unwrap();
+    drop(tensor);
+    // The address is handed out first, if it was given back.
+    let mut recycled = gpu.stream.alloc_zeros::<u8>(LEN).unwrap();
+    gpu.stream.memcpy_htod(&[0x22u8; LEN], &mut recycled).unwrap();
+    gpu.stream.synchronize().unwrap();
+    gate.open();
+
+    slow.synchronize().unwrap();
+    assert_eq!(slow.clone_dtoh(&copy).unwrap(), [0x11; LEN]);
+    drop((copy, recycled, slow));
+    gpu.finish();
+}
+
+/// Row 2. cudarc records nothing for a reader whose context object is in single-stream mode.
+#[test]
+fn a_reader_of_another_context_object_counts() {
+    let gpu = Gpu::any(H200);
+    let other = gpu.another_context();
+    let slow = other.default_stream();
+    let mut copy = slow.alloc_zeros::<u8>(LEN).unwrap();
+    let mut tensor = gpu.both_sides(&[0x11u8; LEN]);
+    gpu.context.synchronize().unwrap();
+
+    let gate = gpu.gate(&slow);
+    slow.memcpy_dtod(&tensor.device(&gpu.stream).unwrap(), &mut copy).unwrap();
+    let opener = gate.open_later();
+    tensor.host_mut().unwrap().fill(0x99);
+    assert!(opener.opened(), "host_mut returned under a reader");
+    drop(opener);
+
+    assert_eq!(slow.clone_dtoh(&copy).unwrap(), [0x11; LEN]);
+    drop((tensor, copy, slow, other));
+    gpu.finish();
+}
+
+/// Row 2, the other way round: the guard's own stream is of another context object than the device's.
+#[test]
+fn a_guard_on_a_stream_of_another_context_object_is_waited_for() {
+    let gpu = Gpu::any(H200);
+    let (other, kernels) = (gpu.another_context(), gpu.kernels());
+    let slow = other.new_stream().unwrap();
+    let tensor = &mut gpu.both_sides(&[0x11u8; LEN]);
+    gpu.context.synchronize().unwrap();
+
+    let gate = gpu.gate(&slow);
+    kernels.fill(&slow, &mut tensor.device_mut(&slow).unwrap(), 0x33);
+    let opener = gate.open_later();
+    assert_eq!(*tensor.host().unwrap(), [0x33; LEN]);
+    assert!(opener.opened());
+    drop(opener);
+}
+
+/// Row 3. Handle 0x2 is another stream on every thread.
+#[test]
+fn a_guard_on_a_per_thread_stream_that_was_forgotten_is_waited_for_by_another_thread() {
+    within(HANG, || {
+        let gpu = Gpu::on_stream(H200, CudaContext::per_thread_stream);
+        let kernels = gpu.kernels();
+        let tensor = &mut gpu.both_sides(&[0x11u8; LEN]);
+        gpu.context.synchronize().unwrap();
+
+        let gate = gpu.gate(&gpu.stream);
+        let mut guard = tensor.device_mut(&gpu.stream).unwrap();
+        kernels.fill(&gpu.stream, &mut guard, 0x33);
+        forget(guard);
+        let opener = gate.open_later();
+        std::thread::scope(|scope| {
+            let meet = scope.spawn(|| {
+                assert_eq!(*tensor.host().unwrap(), [0x33; LEN]);
+                assert!(opener.opened(), "host returned under a writer");
+                tensor.host_mut().unwrap().fill(1);
+            });
+            meet.join().unwrap();
+        });
+        drop(opener);
+        drop(kernels);
+        gpu.finish_forgotten();
+    });
+}
+
+/// As row 3, with the guard dropped, and met by work on the other thread's default stream.
+#[test]
+fn work_on_two_threads_default_streams_is_ordered() {
+    within(HANG, || {
+        let gpu = Gpu::on_stream(H200, CudaContext::per_thread_stream);
+        let kernels = gpu.kernels();
+        let mut tensor = gpu.on_device(&[0x11; LEN]);
+        gpu.context.synchronize().unwrap();
+
+        let gate = gpu.gate(&gpu.stream);
+        kernels.fill(&gpu.stream, &mut tensor.device_mut(&gpu.stream).unwrap(), 0x33);
+        std::thread::scope(|scope| {
+            let (gpu, kernels, tensor) = (&gpu, &kernels, &mut tensor);
+            let other = scope.spawn(move || kernels.xor(&gpu.stream, &mut tensor.device_mut(&gpu.stream).unwrap()));
+            other.join().unwrap();
+        });
+        gate.open();
+        let expected: Vec<u8> = (0..LEN).map(|i| 0x33 ^ crate::support::index_hash(i)).collect();
+        assert_eq!(*tensor.host().unwrap(), expected);
+        drop((tensor, kernels));
+        gpu.finish();
+    });
+}
+
+/// Row 4. An error that somebody parked makes cudarc's own waits and records skip their work.
+#[test]
+fn a_parked_error_does_not_make_a_wait_skip_its_work() {
+    let gpu = Gpu::any(H200);
+    let kernels = gpu.kernels();
+    let park = || gpu.context.record_err::<()>(Err(DriverError(CUresult::CUDA_ERROR_NOT_SUPPORTED)));
+    for shared in [true, false] {
+        let values = [0x11u8; LEN];
+        let mut tensor = if shared { gpu.both_sides(&values) } else { gpu.on_device(&values) };
+        drop(tensor.host_mut().unwrap());
+        drop(tensor.device_mut(&gpu.stream).unwrap());
+        gpu.context.synchronize().unwrap();
+
+        let gate = gpu.gate(&gpu.stream);
+        let mut guard = tensor.device_mut(&gpu.stream).unwrap();
+        kernels.fill(&gpu.stream, &mut guard, 0x33);
+        park();
+        drop(guard);
+        park();
+        let opener = gate.open_later();
+        assert_eq!(*tensor.host().unwrap(), [0x33; LEN], "shared: {shared}");
+        assert!(opener.opened(), "host returned under a writer");
+        drop(opener);
+    }
+    let _ = gpu.context.check_err();
+    drop(kernels);
+    gpu.finish();
+}
+
+/// Row 5. Guards can be swapped; each goes on to stand for its own tensor.
+#[test]
+fn swapped_guards_stay_with_their_tensors() {
+    let gpu = Gpu::any(H200);
+    let kernels = gpu.kernels();
+    let (mut a, mut b) = (gpu.both_sides(&[0u8; LEN]), gpu.both_sides(&[0u8; LEN]));
+    let slow = gpu.another_stream();
+    gpu.context.synchronize().unwrap();
+    {
+        let gate = gpu.gate(&slow);
+        let mut first = a.device_mut(&slow).unwrap();
+        let mut second = b.device_mut(&gpu.stream).unwrap();
+        std::mem::swap(&mut first, &mut second);
+        kernels.fill(&gpu.stream, &mut first, 2);
+        kernels.fill(&slow, &mut second, 1);
+        drop((first, second));
+        assert_eq!(*b.host().unwrap(), [2; LEN]);
+        let opener = gate.open_later();
+        assert_eq!(*a.host().unwrap(), [1; LEN]);
+        assert!(opener.opened());
+    }
+    drop((a, b, slow, kernels));
+    gpu.finish();
+}
+
+/// Row 8. What safe code can have captured does not get at the memory, and the capture stays good.
+#[test]
+fn a_capture_does_not_get_at_the_memory() {
+    let gpu = Gpu::any(H200);
+    let mut tensor = gpu.both_sides(&[7u8; LEN]);
+    let mut guard = tensor.device_mut(&gpu.stream).unwrap();
+    gpu.stream.begin_capture(sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).unwrap();
+    let _ = gpu.stream.memset_zeros(&mut guard);
+    let graph = gpu.stream.end_capture(sys::CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH);
+    drop(guard);
+    {
+        let mut host = tensor.host_mut().unwrap();
+        host.fill(9);
+        if let Ok(Some(graph)) = &graph {
+            let _ = graph.launch();
+        }
+        gpu.stream.synchronize().unwrap();
+        assert_eq!(*host, [9; LEN]);
+    }
+    assert_eq!(*tensor.host().unwrap(), [9; LEN]);
+    drop((tensor, graph));
+    let _ = gpu.context.check_err();
+    gpu.finish();
+}
+
+/// As row 8, through a host guard: a captured copy would run when nobody waits for it.
+#[test]
+fn a_capture_is_not_lent_host_memory() {
+    let gpu = Gpu::any(H200);
+    let mut on_device = gpu.stream.alloc_zeros::<u8>(LEN).unwrap();
+    let mut tensor = gpu.both_sides(&[7u8; LEN]);
+    gpu.context.synchronize().unwrap();
+    let mut host = tensor.host_mut().unwrap();
+    gpu.stream.begin_capture(sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).unwrap();
+    let _ = gpu.stream.memcpy_htod(&host, &mut on_device);
+    // What cudarc made of its own slice; it would not end the capture for it.
+    let _ = gpu.context.check_err();
+    let graph = gpu.stream.end_capture(sys::CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH);
+    host.fill(9);
+    if let Ok(Some(graph)) = &graph {
+        let _ = graph.launch();
+    }
+    gpu.stream.synchronize().unwrap();
+    assert_eq!(gpu.stream.clone_dtoh(&on_device).unwrap(), [0; LEN]);
+    drop((host, graph, on_device));
+    drop(tensor);
+    let _ = gpu.context.check_err();
+    gpu.finish();
+}
+
+/// What a guard submitted before the capture began is waited for when it can be; an open guard on the captured stream is an
+/// error, not a broken capture.
+#[test]
+fn a_capture_survives_every_call() {
+    let gpu = Gpu::any(H200);
+    let kernels = gpu.kernels();
+    let mut tensor = gpu.both_sides(&[7u8; LEN]);
+    let mut other = gpu.both_sides(&[7u8; LEN]);
+    let slice = gpu.stream.alloc_zeros::<u8>(LEN).unwrap();
+    gpu.context.synchronize().unwrap();
+    let mut guard = tensor.device_mut(&gpu.stream).unwrap();
+    kernels.fill(&gpu.stream, &mut guard, 8);
+    gpu.stream.begin_capture(sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL).unwrap();
+    drop(guard);
+    assert!(tensor.host().unwrap_err().is_capturing());
+    assert!(tensor.host_mut().unwrap_err().is_capturing());
+    assert!(tensor.device(&gpu.stream).unwrap_err().is_capturing());
+    assert!(tensor.device_mut(&gpu.stream).unwrap_err().is_capturing());
+    let refused = gpu.device.tensor().from_cuda_slice(slice, [LEN]).unwrap_err();
+    assert!(refused.error.is_capturing());
+    // Nothing of it ran on the stream.
+    assert_eq!(*other.host().unwrap(), [7; LEN]);
+    other.host_mut().unwrap().fill(1);
+    let extra = gpu.device.tensor().zeros::<u8>([LEN]).unwrap();
+    assert_eq!(*extra.host().unwrap(), [0; LEN]);
+    drop((tensor, extra));
+    let graph = gpu
+        .stream
+        .end_capture(sys::CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH)
+        .expect("the capture is good");
+    drop((graph, other, refused, kernels));
+    gpu.finish();
+}
+
+/// Row 9. The user's read is queued on his thread's default stream; the last handle is dropped on another thread.
+#[test]
+fn a_shared_slice_is_not_freed_under_another_threads_reader() {
+    within(HANG, || {
+        let gpu = Gpu::on_stream(H200, CudaContext::per_thread_stream);
+        let mut copy = gpu.stream.alloc_zeros::<u8>(LEN).unwrap();
+        let mut slice = gpu.stream.alloc_zeros::<u8>(LEN).unwrap();
+        gpu.stream.memcpy_htod(&[5u8; LEN], &mut slice).unwrap();
+        let slice = Arc::new(slice);
+        let tensor = gpu.device.tensor().from_shared_cuda_slice(slice.clone(), [LEN]).unwrap();
+        assert_eq!(*tensor.host().unwrap(), [5; LEN]);
+        // Of another context object, so that the first stays in single-stream mode.
+        let other = gpu.another_context().new_stream().unwrap();
+        gpu.context.synchronize().unwrap();
+
+        let gate = gpu.gate(&gpu.stream);
+        gpu.stream.memcpy_dtod(&*slice, &mut copy).unwrap();
+        drop(slice);
+        std::thread::spawn(move || drop(tensor)).join().unwrap();
+        let recycled = other.clone_htod(&[6u8; LEN]).unwrap();
+        other.synchronize().unwrap();
+        gate.open();
+        assert_eq!(gpu.stream.clone_dtoh(&copy).unwrap(), [5; LEN]);
+        drop((recycled, other, copy));
+        gpu.finish();
+    });
+}
+
+/// As row 9, with the roles exchanged: the read is ours, and the user drops the last handle on another thread than the one
+/// that dropped the tensor.
+#[test]
+fn a_shared_slice_is_not_freed_under_our_reader() {
+    within(HANG, || {
+        let gpu = Gpu::on_stream(H200, CudaContext::per_thread_stream);
+        let other_context = gpu.another_context();
+        let (slow, other) = (other_context.new_stream().unwrap(), other_context.new_stream().unwrap());
+        let mut copy = slow.alloc_zeros::<u8>(LEN).unwrap();
+        let mut slice = gpu.stream.alloc_zeros::<u8>(LEN).unwrap();
+        gpu.stream.memcpy_htod(&[5u8; LEN], &mut slice).unwrap();
+        let slice = Arc::new(slice);
+        let tensor = gpu.device.tensor().from_shared_cuda_slice(slice.clone(), [LEN]).unwrap();
+        gpu.context.synchronize().unwrap();
+
+        let gate = gpu.gate(&slow);
+        slow.memcpy_dtod(&tensor.device(&slow).unwrap(), &mut copy).unwrap();
+        std::thread::spawn(move || drop(tensor)).join().unwrap();
+        drop(slice);
+        let recycled = other.clone_htod(&[6u8; LEN]).unwrap();
+        other.synchronize().unwrap();
+        gate.open();
+        slow.synchronize().unwrap();
+        assert_eq!(slow.clone_dtoh(&copy).unwrap(), [5; LEN]);
+        drop((recycled, other, copy, slow, other_context));
+        gpu.finish();
+    });
+}
+
+/// Row 10. Without a context bound the free would fail, leak, and park an error for the next caller.
+#[test]
+fn the_last_slice_is_freed_on_a_fresh_thread() {
+    let gpu = Gpu::on_stream(H200, CudaContext::default_stream);
+    let slice = gpu.stream.alloc_zeros::<u8>(LEN).unwrap();
+    let adopted = gpu.device.tensor().from_cuda_slice(slice, [LEN]).unwrap();
+    let shared = Arc::new(gpu.stream.alloc_zeros::<u8>(LEN).unwrap());
+    let shared = gpu.device.tensor().from_shared_cuda_slice(shared, [LEN]).unwrap();
+    let own = gpu.on_device(&[1; LEN]);
+    assert!(!gpu.context.is_in_multi_stream_mode());
+    std::thread::spawn(move || drop((adopted, shared, own))).join().unwrap();
+    gpu.context.check_err().expect("no error is parked");
+    gpu.stream.synchronize().unwrap();
+    if let Some(sim) = &gpu.sim {
+        gpu.device.drain(HANG).unwrap();
+        assert_eq!(sim.evidence().device_bytes, 0);
+    }
+    assert_eq!(gpu.device.stats().free_errors, 0);
+    gpu.finish();
+}
+
+/// Row 11. Any later work on the device would make a live host reference fault.
+#[test]
+fn managed_memory_without_concurrent_access_is_refused() {
+    for profile in [ORIN, "wsl2_rtx"] {
+        let Some(gpu) = Gpu::simulated(profile) else { return };
+        let error = gpu.device.tensor().backing(Backing::Managed).zeros::<u8>([LEN]).unwrap_err();
+        assert!(error.is_unsupported(), "{error}");
+        for options in [gpu.device.tensor(), gpu.device.tensor().access(transfer_tensor::Access::reuse(100).unwrap())] {
+            let tensor = options.zeros::<u8>([LEN]).unwrap();
+            assert_ne!(tensor.backing(), Backing::Managed);
+        }
+        gpu.finish();
+    }
+}
+
+/// Row 12. `upgrade_device_ptr` panics where an error is parked.
+#[test]
+fn a_view_is_made_where_an_error_is_parked() {
+    let gpu = Gpu::any(H200);
+    let mut tensor = gpu.on_device(&[3; LEN]);
+    {
+        let mut guard = tensor.device_mut(&gpu.stream).unwrap();
+        gpu.context.record_err::<()>(Err(DriverError(CUresult::CUDA_ERROR_NOT_SUPPORTED)));
+        // SAFETY: used on the guard's stream while the guard lives.
+        let view = unsafe { guard.as_cuda_view() }.unwrap();
+        let _ = gpu.context.check_err();
+        assert_eq!(gpu.stream.clone_dtoh(&view).unwrap(), [3; LEN]);
+        gpu.context.record_err::<()>(Err(DriverError(CUresult::CUDA_ERROR_NOT_SUPPORTED)));
+        // SAFETY: as above.
+        let mut view = unsafe { guard.as_cuda_view_mut() }.unwrap();
+        let _ = gpu.context.check_err();
+        gpu.stream.memset_zeros(&mut view).unwrap();
+    }
+    assert_eq!(*tensor.host().unwrap(), [0; LEN]);
+    drop(tensor);
+    gpu.finish();
+}
+
+#[test]
+fn a_forgotten_guard_is_waited_for() {
+    let gpu = Gpu::any(H200);
+    let kernels = gpu.kernels();
+    for shared in [true, false] {
+        let mut tensor = if shared { gpu.both_sides(&[1u8; LEN]) } else { gpu.on_device(&[1; LEN]) };
+        drop(tensor.host_mut().unwrap());
+        drop(tensor.device_mut(&gpu.stream).unwrap());
+        gpu.context.synchronize().unwrap();
+        let gate = gpu.gate(&gpu.stream);
+        let mut guard = tensor.device_mut(&gpu.stream).unwrap();
+        kernels.fill(&gpu.stream, &mut guard, 2);
+        forget(guard);
+        let opener = gate.open_later();
+        tensor.host_mut().unwrap().iter().for_each(|&x| assert_eq!(x, 2));
+        assert!(opener.opened(), "host_mut returned under a writer");
+        drop(opener);
+        assert_eq!(*tensor.host().unwrap(), [2; LEN]);
+    }
+    drop(kernels);
+    gpu.finish_forgotten();
+}
+
+#[test]
+fn memory_is_not_freed_under_a_forgotten_guard() {
+    let gpu = Gpu::any(H200);
+    let mut copy = gpu.stream.alloc_zeros::<u8>(LEN).unwrap();
+    for shared in [true, false] {
+        let tensor = if shared { gpu.both_sides(&[1u8; LEN]) } else { gpu.on_device(&[1; LEN]) };
+        gpu.context.synchronize().unwrap();
+        let gate = gpu.gate(&gpu.stream);
+        let guard = tensor.device(&gpu.stream).unwrap();
+        gpu.stream.memcpy_dtod(&guard, &mut copy).unwrap();
+        forget(guard);
+        drop(tensor);
+        gate.open();
+        assert_eq!(gpu.stream.clone_dtoh(&copy).unwrap(), [1; LEN]);
+    }
+    drop(copy);
+    gpu.finish_forgotten();
+}
+
+/// A host guard passed to cudarc's copies is waited for by the next access that conflicts, through it or the tensor.
+#[test]
+fn a_host_guard_that_a_stream_reads_is_written_after() {
+    let gpu = Gpu::any(H200);
+    for through_guard in [true, false] {
+        let mut on_device = gpu.stream.alloc_zeros::<u8>(LEN).unwrap();
+        let mut tensor = gpu.both_sides(&[1u8; LEN]);
+        gpu.context.synchronize().unwrap();
+        let gate = gpu.gate(&gpu.stream);
+        let mut host = tensor.host_mut().unwrap();
+        gpu.stream.memcpy_htod(&host, &mut on_device).unwrap();
+        // Looking is no conflict.
+        assert_eq!(host[0], 1);
+        let opener = gate.open_later();
+        if through_guard {
+            host.fill(2);
+        } else {
+            drop(host);
+            tensor.host_mut().unwrap().fill(2);
+        }
+        assert!(opener.opened(), "written under a reader");
+        drop(opener);
+        assert_eq!(gpu.stream.clone_dtoh(&on_device).unwrap(), [1; LEN]);
+    }
+    gpu.finish();
+}
+
+#[test]
+fn a_host_guard_that_a_stream_writes_is_read_after() {
+    let gpu = Gpu::any(H200);
+    for through_guard in [true, false] {
+        let on_device = gpu.stream.clone_htod(&[3u8; LEN]).unwrap();
+        let mut tensor = gpu.both_sides(&[1u8; LEN]);
+        gpu.context.synchronize().unwrap();
+        let gate = gpu.gate(&gpu.stream);
+        let mut host = tensor.host_mut().unwrap();
+        gpu.stream.memcpy_dtoh(&on_device, &mut host).unwrap();
+        let opener = gate.open_later();
+        if through_guard {
+            assert_eq!(*host, [3; LEN]);
+        } else {
+            drop(host);
+            assert_eq!(*tensor.host().unwrap(), [3; LEN]);
+        }
+        assert!(opener.opened(), "read under a writer");
+        drop(opener);
+    }
+    gpu.finish();
+}
+
+/// A target that looks at the source, through the guard or another part of the tensor, while cudarc asks for its address:
+/// after the source was handed over, before the copy is submitted.
+struct Nosy<'a> {
+    target: &'a mut CudaSlice<u8>,
+    look: &'a mut dyn FnMut(),
+}
+
+impl DeviceSlice<u8> for Nosy<'_> {
+    fn len(&self) -> usize {
+        self.target.len()
+    }
+
+    fn stream(&self) -> &Arc<CudaStream> {
+        self.target.stream()
+    }
+}
+
+impl DevicePtrMut<u8> for Nosy<'_> {
+    fn device_ptr_mut<'s>(&'s mut self, stream: &'s CudaStream) -> (u64, SyncOnDrop<'s>) {
+        (self.look)();
+        self.target.device_ptr_mut(stream)
+    }
+}
+
+#[test]
+fn a_look_through_the_guard_does_not_end_the_notice_of_a_copy_to_come() {
+    let gpu = Gpu::any(H200);
+    let mut on_device = gpu.stream.alloc_zeros::<u8>(LEN).unwrap();
+    let mut tensor = gpu.both_sides(&[1u8; LEN]);
+    gpu.context.synchronize().unwrap();
+    let slow = gpu.another_stream();
+    {
+        let mut host = tensor.host_mut().unwrap();
+        let mut seen = 0;
+        let mut gate = None;
+        let mut look = || {
+            seen = host[0];
+            // From here: a look that waits must not hang.
+            gate = Some(gpu.gate(&slow));
+        };
+        slow.memcpy_htod(&host, &mut Nosy { target: &mut on_device, look: &mut look }).unwrap();
+        assert_eq!(seen, 1);
+        let opener = gate.unwrap().open_later();
+        host.fill(2);
+        assert!(opener.opened(), "written under a reader");
+    }
+    assert_eq!(slow.clone_dtoh(&on_device).unwrap(), [1; LEN]);
+    drop((on_device, tensor, slow));
+    gpu.finish();
+}
+
+#[test]
+fn a_look_at_another_part_does_not_end_the_notice_of_a_copy_to_come() {
+    let gpu = Gpu::any(H200);
+    let mut on_device = gpu.stream.alloc_zeros::<u8>(LEN).unwrap();
+    for on_host in [true, false] {
+        let mut tensor = gpu.both_sides(&[1u8; 2 * LEN]);
+        gpu.context.synchronize().unwrap();
+        let slow = gpu.another_stream();
+        {
+            let (mut head, mut tail) = tensor.view_mut(..).unwrap().split_at(LEN).unwrap();
+            let mut gate = None;
+            let mut look = || {
+                tail.host_mut().unwrap().fill(9);
+                gate = Some(gpu.gate(&slow));
+            };
+            let mut target = Nosy { target: &mut on_device, look: &mut look };
+            if on_host {
+                slow.memcpy_htod(&head.host_mut().unwrap(), &mut target).unwrap();
+            } else {
+                slow.memcpy_dtod(&head.device_mut(&gpu.stream).unwrap(), &mut target).unwrap();
+            }
+            let opener = gate.unwrap().open_later();
+            head.host_mut().unwrap().fill(2);
+            assert!(opener.opened(), "written under a reader, on_host: {on_host}");
+        }
+        assert_eq!(slow.clone_dtoh(&on_device).unwrap(), [1; LEN]);
+    }
+    drop(on_device);
+    gpu.finish();
+}
+
+/// The guard's own work comes after what it let another stream do.
+#[test]
+fn a_guards_own_stream_comes_after_the_foreign_reader() {
+    let gpu = Gpu::any(H200);
+    let slow = gpu.another_stream();
+    let mut copy = gpu.stream.alloc_zeros::<u8>(LEN).unwrap();
+    let mut tensor = gpu.on_device(&[1; LEN]);
+    gpu.context.synchronize().unwrap();
+    {
+        let gate = gpu.gate(&slow);
+        let mut guard = tensor.device_mut(&gpu.stream).unwrap();
+        slow.memcpy_dtod(&guard, &mut copy).unwrap();
+        let _opener = gate.open_later();
+        gpu.stream.memset_zeros(&mut guard).unwrap();
+    }
+    assert_eq!(*tensor.host().unwrap(), [0; LEN]);
+    assert_eq!(slow.clone_dtoh(&copy).unwrap(), [1; LEN]);
+    drop((tensor, copy, slow));
+    gpu.finish();
+}
+
+/// Ours of a foreign stream and ours of the guard's.
+#[test]
+fn a_foreign_stream_comes_after_the_guards_own_work() {
+    let gpu = Gpu::any(H200);
+    let (kernels, other) = (gpu.kernels(), gpu.another_stream());
+    let mut copy = gpu.stream.alloc_zeros::<u8>(LEN).unwrap();
+    let mut tensor = gpu.on_device(&[1; LEN]);
+    gpu.context.synchronize().unwrap();
+    let gate = gpu.gate(&gpu.stream);
+    let mut guard = tensor.device_mut(&gpu.stream).unwrap();
+    kernels.fill(&gpu.stream, &mut guard, 2);
+    other.memcpy_dtod(&guard, &mut copy).unwrap();
+    drop(guard);
+    gate.open();
+    assert_eq!(other.clone_dtoh(&copy).unwrap(), [2; LEN]);
+    drop((tensor, copy, other, kernels));
+    gpu.finish();
+}
+
+/// Page-locked memory of the caller's, in a tensor that knows no device: cudarc may copy from it all the same.
+#[test]
+fn host_only_memory_is_not_freed_under_a_copy() {
+    struct Owner(*mut u8, Arc<CudaContext>);
+    // SAFETY: the memory is the owner's alone.
+    unsafe impl Send for Owner {}
+    impl Drop for Owner {
+        fn drop(&mut self) {
+            self.1.bind_to_thread().unwrap();
+            // SAFETY: from `cuMemHostAlloc`, freed once.
+            unsafe { sys::cuMemFreeHost(self.0.cast()).result().unwrap() };
+        }
+    }
+    let gpu = Gpu::any(H200);
+    let mut on_device = gpu.stream.alloc_zeros::<u8>(LEN).unwrap();
+    let mut memory = std::ptr::null_mut();
+    // SAFETY: the context is current; the memory is set before anybody looks.
+    unsafe {
+        sys::cuMemHostAlloc(&mut memory, LEN, 0).result().unwrap();
+        memory.cast::<u8>().write_bytes(4, LEN);
+    }
+    let owner = Owner(memory.cast(), gpu.context.clone());
+    let host = std::ptr::NonNull::new(memory.cast()).unwrap();
+    // SAFETY: the owner keeps the memory, which nobody else uses.
+    let mut tensor: TransferTensor<u8> =
+        unsafe { TensorOptions::host_only().from_raw_host(host, [LEN], owner) }.unwrap();
+    gpu.context.synchronize().unwrap();
+
+    let gate = gpu.gate(&gpu.stream);
+    gpu.stream.memcpy_htod(&tensor.host_mut().unwrap(), &mut on_device).unwrap();
+    drop(tensor);
+    gate.open();
+    assert_eq!(gpu.stream.clone_dtoh(&on_device).unwrap(), [4; LEN]);
+    drop(on_device);
+    // The last handle is the owner's, on a thread of its own.
+    while Arc::strong_count(&gpu.context) > 3 {
+        std::thread::yield_now();
+    }
+    gpu.finish();
+}
+
+/// Memory that a copy still reads outlives the device's handle, which has the staging slots.
+#[test]
+fn staging_outlives_the_device() {
+    for free_waits in [true, false] {
+        let Some(gpu) = Gpu::built(builder(H200).free_waits(free_waits)) else { return };
+        let kernels = gpu.kernels();
+        let mut copy = gpu.both_sides(&[0u8; LEN]);
+        let tensor = gpu.device.tensor().strategy(Strategy::Streamed).from_vec(vec![6u8; LEN], [LEN]).unwrap();
+        gpu.context.synchronize().unwrap();
+        let gate = gpu.gate(&gpu.stream);
+        let guard = tensor.device(&gpu.stream).unwrap();
+        kernels.copy(&gpu.stream, &mut copy.device_mut(&gpu.stream).unwrap(), &guard);
+        drop(guard);
+        let copied = gpu.another_stream();
+        let address = copy.device(&copied).unwrap().address();
+        drop((tensor, copy, kernels, copied));
+        let Gpu { sim, context, stream, device } = gpu;
+        let sim = sim.unwrap();
+        drop(device);
+        gate.open();
+        stream.synchronize().unwrap();
+        let _ = address;
+        assert_eq!(sim.violations(), Vec::<String>::new());
+        drop((stream, context));
+    }
+}
+
+/// Handles in any order: tensors, device, streams, context.
+#[test]
+fn handles_may_be_dropped_in_any_order() {
+    for order in 0..6 {
+        let Some(gpu) = Gpu::simulated(if order % 2 == 0 { H200 } else { SPARK }) else { return };
+        let kernels = gpu.kernels();
+        let mut tensor = gpu.device.tensor().zeros::<u8>([LEN]).unwrap();
+        let gate = gpu.gate(&gpu.stream);
+        kernels.fill(&gpu.stream, &mut tensor.device_mut(&gpu.stream).unwrap(), 5);
+        let Gpu { sim, context, stream, device } = gpu;
+        let mut handles: Vec<Box<dyn std::any::Any>> =
+            vec![Box::new(tensor), Box::new(device), Box::new((context, stream, kernels))];
+        // The six orders of three.
+        let first = handles.swap_remove(order % 3);
+        if order >= 3 {
+            handles.reverse();
+        }
+        drop(first);
+        let mut rest = handles.into_iter();
+        drop(rest.next());
+        gate.open();
+        drop(rest.next());
+        let sim = sim.unwrap();
+        sim.idle();
+        assert_eq!(sim.violations(), Vec::<String>::new());
+        let start = std::time::Instant::now();
+        while !sim.leaks().is_empty() && start.elapsed() < HANG {
+            std::thread::yield_now();
+        }
+        assert_eq!(sim.leaks(), Vec::<String>::new(), "order {order}");
+    }
+}
+
+/// Tracking is by range: parts that do not touch do not wait for each other, those that do, do.
+#[test]
+fn parts_wait_for_their_own_bytes_only() {
+    let gpu = Gpu::any(H200);
+    let kernels = gpu.kernels();
+    let mut tensor = gpu.both_sides(&[0u8; 4 * LEN]).reshape([4, LEN]).unwrap();
+    gpu.context.synchronize().unwrap();
+    let gate = gpu.gate(&gpu.stream);
+    {
+        let (mut head, mut tail) = tensor.view_mut(..).unwrap().split_at(2).unwrap();
+        kernels.fill(&gpu.stream, &mut head.device_mut(&gpu.stream).unwrap(), 1);
+        // The gate is closed: this would hang.
+        tail.host_mut().unwrap().fill(2);
+    }
+    assert!(tensor.view(2..).unwrap().host().unwrap().iter().all(|&x| x == 2));
+    let opener = gate.open_later();
+    assert!(tensor.view(1..3).unwrap().host().unwrap().starts_with(&[1; LEN]));
+    assert!(opener.opened(), "an overlapping part was read under a writer");
+    drop(opener);
+    drop((tensor, kernels));
+    gpu.finish();
+}
+
+/// As above, in bytes, with the conflict in one byte.
+#[test]
+fn one_byte_in_common_is_a_conflict() {
+    let gpu = Gpu::any(H200);
+    let kernels = gpu.kernels();
+    let mut tensor = gpu.both_sides(&[0u8; LEN]);
+    gpu.context.synchronize().unwrap();
+    let gate = gpu.gate(&gpu.stream);
+    kernels.fill(&gpu.stream, &mut tensor.byte_range_mut(100..200).unwrap().device_mut(&gpu.stream).unwrap(), 1);
+    assert_eq!(tensor.byte_range(..100).unwrap().host().unwrap()[99], 0);
+    assert_eq!(tensor.byte_range(200..).unwrap().host().unwrap()[0], 0);
+    let opener = gate.open_later();
+    assert_eq!(tensor.byte_range(199..201).unwrap().host().unwrap()[..], [1, 0]);
+    assert!(opener.opened());
+    drop(opener);
+    drop((tensor, kernels));
+    gpu.finish();
+}
+
+/// A stream of ours is no stream of the caller's: in single-stream mode cudarc orders nothing.
+#[test]
+fn a_slice_that_is_given_away_belongs_to_the_callers_stream() {
+    let gpu = Gpu::on_stream(H200, CudaContext::default_stream);
+    let mut copy = gpu.stream.alloc_zeros::<u8>(LEN).unwrap();
+    let tensor = gpu.device.tensor().strategy(Strategy::Streamed).from_slice(&[7u8; LEN], [LEN]).unwrap();
+    // Allocated on our stream, as it is brought there first.
+    let slice = tensor.to_device().unwrap().wait().unwrap().into_cuda_slice().unwrap();
+    assert_eq!(slice.stream().cu_stream(), gpu.stream.cu_stream());
+    let other = gpu.another_context().new_stream().unwrap();
+    gpu.context.synchronize().unwrap();
+
+    let gate = gpu.gate(&gpu.stream);
+    gpu.stream.memcpy_dtod(&slice, &mut copy).unwrap();
+    drop(slice);
+    let recycled = other.clone_htod(&[8u8; LEN]).unwrap();
+    other.synchronize().unwrap();
+    gate.open();
+    assert_eq!(gpu.stream.clone_dtoh(&copy).unwrap(), [7; LEN]);
+    drop((recycled, other, copy));
+    gpu.finish();
+}
+
+#[test]
+fn a_slice_that_is_given_away_on_another_thread_comes_after_its_uses() {
+    within(HANG, || {
+        let gpu = Gpu::on_stream(H200, CudaContext::per_thread_stream);
+        let kernels = gpu.kernels();
+        let mut tensor = gpu.on_device(&[1; LEN]);
+        gpu.context.synchronize().unwrap();
+        let gate = gpu.gate(&gpu.stream);
+        kernels.fill(&gpu.stream, &mut tensor.device_mut(&gpu.stream).unwrap(), 2);
+        let opener = gate.open_later();
+        let stream = gpu.stream.clone();
+        let copied = std::thread::spawn(move || stream.clone_dtoh(&tensor.into_cuda_slice().unwrap()).unwrap());
+        let copied = copied.join().unwrap();
+        drop(opener);
+        gpu.context.synchronize().unwrap();
+        assert_eq!(copied, [2; LEN]);
+        drop(kernels);
+        gpu.finish();
+    });
+}
+
+/// Where cudarc could not order our stream after the slice's uses, everything is waited for.
+#[test]
+fn a_slice_is_adopted_after_its_uses_also_where_a_wait_is_refused() {
+    let Some(gpu) = Gpu::simulated(H200) else { return };
+    let sim = gpu.sim.as_ref().unwrap();
+    let slow = gpu.another_stream();
+    let mut slice = gpu.stream.alloc_zeros::<u8>(LEN).unwrap();
+    let source = gpu.both_sides(&[4u8; LEN]);
+    gpu.context.synchronize().unwrap();
+    let gate = gpu.gate(&slow);
+    slow.memcpy_dtod(&source.device(&slow).unwrap(), &mut slice).unwrap();
+    let opener = gate.open_later();
+    sim.fail_nth("cuStreamWaitEvent", 1, CUresult::CUDA_ERROR_NOT_SUPPORTED as u32);
+    sim.fail_nth("cuStreamWaitEvent", 2, CUresult::CUDA_ERROR_NOT_SUPPORTED as u32);
+    let tensor = gpu.device.tensor().from_cuda_slice(slice, [LEN]).unwrap();
+    sim.clear_failures();
+    assert_eq!(*tensor.host().unwrap(), [4; LEN]);
+    assert!(opener.opened());
+    drop(opener);
+    drop((tensor, source, slow));
+    let _ = gpu.context.check_err();
+    gpu.finish();
+}
+
+/// No byte becomes a `bool` that is none, also where cudarc does the copying.
+#[test]
+fn cudarc_copies_no_byte_to_a_bool_that_is_none() {
+    let gpu = Gpu::any(H200);
+    let bytes = gpu.device.tensor().from_slice(&[1u8, 0, 2], [3]).unwrap();
+    let refused = DynTensor::from_bytes(bytes, DType::Bool, [3]).unwrap().downcast::<bool>().unwrap_err();
+    assert!(refused.error.to_string().contains("element 2"), "{}", refused.error);
+    let file = Arc::new(vec![1u8, 0, 2]);
+    gpu.device.tensor().from_shared_bytes::<bool, _>(file, 0..3, [3]).unwrap_err();
+
+    // A kernel wrote one all the same.
+    let kernels = gpu.kernels();
+    let good = gpu.device.tensor().from_slice(&[1u8, 0, 1], [3]).unwrap();
+    let good = DynTensor::from_bytes(good, DType::Bool, [3]).unwrap();
+    let mut bad = good.downcast::<bool>().unwrap();
+    let mut target = gpu.both_sides(&[true; 3]);
+    {
+        let guard = bad.device_mut(&gpu.stream).unwrap();
+        let (function, len, value) = (kernels.function("fill_u8"), 3u64, 2u32);
+        use transfer_tensor::cudarc::driver::{LaunchConfig, PushKernelArg};
+        // SAFETY: the parameters are the kernel's. That it writes what is no `bool` is the point.
+        unsafe {
+            let mut launch = gpu.stream.launch_builder(&function);
+            launch.arg(&guard).arg(&len).arg(&value).launch(LaunchConfig::for_num_elems(3)).unwrap();
+        }
+        let mut host = target.host_mut().unwrap();
+        gpu.stream.memcpy_dtoh(&guard, &mut host).unwrap();
+        assert!(host.is_empty(), "a bool of 2");
+    }
+    target.host().unwrap_err();
+    bad.host().unwrap_err();
+    drop((target, bad, refused, kernels));
+    gpu.finish();
+}
+
+/// Concurrent managed access: the CPU may read while the device works elsewhere, and waits for what it works on.
+#[test]
+fn managed_memory_is_read_while_the_device_works_elsewhere() {
+    for profile in [H200, GH200, SPARK] {
+        let gpu = Gpu::any(profile);
+        let kernels = gpu.kernels();
+        let managed = || gpu.device.tensor().strategy(Strategy::ZeroCopy).backing(Backing::Managed);
+        let Ok(mut busy) = managed().zeros::<u8>([LEN]) else { continue };
+        let idle = managed().zeros::<u8>([LEN]).unwrap();
+        gpu.context.synchronize().unwrap();
+        let gate = gpu.gate(&gpu.stream);
+        kernels.fill(&gpu.stream, &mut busy.device_mut(&gpu.stream).unwrap(), 3);
+        assert_eq!(*idle.host().unwrap(), [0; LEN]);
+        let opener = gate.open_later();
+        assert_eq!(*busy.host().unwrap(), [3; LEN]);
+        assert!(opener.opened());
+        drop(opener);
+        drop((busy, idle, kernels));
+        gpu.finish();
+    }
+}
