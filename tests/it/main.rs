@@ -1,12 +1,14 @@
 //! The tests that run on the simulated driver and, with `TRANSFER_TENSOR_DRIVER=real`, on a GPU.
 
 mod capture;
+mod completion;
 mod contexts;
 mod driver_answers;
 mod dtypes;
 mod errors;
 mod existing;
 mod machines;
+mod ordering;
 mod registration;
 mod shapes;
 mod soundness;
