@@ -49,15 +49,14 @@ impl Drop for Inner {
     fn drop(&mut self) {
         // An upload from pageable memory returns when the source has been read, not when the slots have been.
         for (slot, busy) in self.up.take().into_iter().chain(self.down.take()) {
-            match busy {
-                // A forked child, or a driver that is gone: nothing is freed, and the waiter's lock may never be.
-                _ if Driver::get().is_err() => std::mem::forget(slot),
-                Some(busy) if !busy.query().is_ok_and(|passed| passed) => {
-                    let cuda = self.context.cuda().clone();
-                    free_later(&self.context, cuda, &self.waiter, Box::new(slot), vec![Pending::Event(busy)]);
-                }
-                _ => drop(slot),
+            // A forked child, or a driver that is gone: nothing is freed, and the waiter's lock may never be.
+            if Driver::get().is_err() {
+                std::mem::forget(slot);
+                continue;
             }
+            // Idle or not: freeing may wait for the whole device, and a drop must not.
+            let (cuda, pending) = (self.context.cuda().clone(), busy.into_iter().map(Pending::Event).collect());
+            free_later(&self.context, cuda, &self.waiter, Box::new(slot), pending);
         }
     }
 }
