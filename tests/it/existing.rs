@@ -194,10 +194,9 @@ fn a_slice_of_another_context_is_refused() {
     other.finish();
 }
 
-/// Tells when it goes, by the count of its `Arc`.
-struct Owner {
-    _alive: Arc<()>,
-}
+/// Tells when it goes.
+#[allow(dead_code)] // Only kept.
+struct Owner(Arc<()>);
 
 #[test]
 fn raw_host_memory_is_used_in_place_until_its_owner_may_go() {
@@ -214,7 +213,7 @@ fn raw_host_memory_is_used_in_place_until_its_owner_may_go() {
         for pin in [false, true] {
             let options = gpu.device.tensor().pin(pin);
             // SAFETY: the Vec stays, unmoved and untouched, until the owner is gone (waited for below).
-            let tensor = unsafe { options.from_raw_host(start, [100, 100], Owner { _alive: alive.clone() }) };
+            let tensor = unsafe { options.from_raw_host(start, [100, 100], Owner(alive.clone())) };
             let mut tensor = tensor.unwrap();
             xor_on_device(&gpu.context, &gpu.stream, &mut tensor.device_mut(&gpu.stream).unwrap());
             assert!(*tensor.host().unwrap() == *expected);
@@ -228,9 +227,8 @@ fn raw_host_memory_is_used_in_place_until_its_owner_may_go() {
         assert_eq!(memory, pattern(10_000, 4));
         // A bad address: the owner goes at once.
         // SAFETY: refused before it is looked at.
-        let refused = unsafe {
-            gpu.device.tensor().from_raw_host(start.add(1).cast::<u16>(), [2], Owner { _alive: alive.clone() })
-        };
+        let refused =
+            unsafe { gpu.device.tensor().from_raw_host(start.add(1).cast::<u16>(), [2], Owner(alive.clone())) };
         let aligned = (start.as_ptr() as usize + 1).is_multiple_of(2);
         assert!(aligned || refused.unwrap_err().is_invalid_input());
         drain(&gpu.device);
@@ -246,8 +244,7 @@ fn raw_device_memory_is_used_in_place_until_its_owner_may_go() {
     gpu.stream.synchronize().unwrap();
     let (address, alive) = (slice.device_ptr(&gpu.stream).0, Arc::new(()));
     // SAFETY: the owner keeps the slice, which nobody else has; the stream is idle.
-    let tensor =
-        unsafe { gpu.device.tensor().from_raw_device::<u8>(address, [4096], (slice, Owner { _alive: alive.clone() })) };
+    let tensor = unsafe { gpu.device.tensor().from_raw_device::<u8>(address, [4096], (slice, Owner(alive.clone()))) };
     let mut tensor = tensor.unwrap();
     assert_eq!(tensor.device(&gpu.stream).unwrap().address(), address);
     xor_on_device(&gpu.context, &gpu.stream, &mut tensor.device_mut(&gpu.stream).unwrap());
@@ -261,12 +258,10 @@ fn raw_device_memory_is_used_in_place_until_its_owner_may_go() {
     drain(&gpu.device);
     assert_eq!(Arc::strong_count(&alive), 1);
     // SAFETY: refused before it is looked at.
-    let refused =
-        unsafe { gpu.device.tensor().from_raw_device::<u32>(address + 2, [1], Owner { _alive: alive.clone() }) };
+    let refused = unsafe { gpu.device.tensor().from_raw_device::<u32>(address + 2, [1], Owner(alive.clone())) };
     assert!(refused.unwrap_err().is_invalid_input());
     // SAFETY: as above.
-    let refused =
-        unsafe { TensorOptions::host_only().from_raw_device::<u32>(address, [1], Owner { _alive: alive.clone() }) };
+    let refused = unsafe { TensorOptions::host_only().from_raw_device::<u32>(address, [1], Owner(alive.clone())) };
     assert!(refused.unwrap_err().is_unsupported());
     assert_eq!(Arc::strong_count(&alive), 1);
     gpu.finish();

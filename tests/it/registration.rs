@@ -355,5 +355,5 @@ fn retyped_bytes_become_a_vec_with_its_own_layout() {
 }
 
 fn bytes_are_aligned(tensor: &TransferTensor<u8>) -> bool {
-    tensor.host().unwrap().as_ptr() as usize % 4 == 0
+    (tensor.host().unwrap().as_ptr() as usize).is_multiple_of(4)
 }
