@@ -103,30 +103,29 @@ fn a_stale_error_in_a_second_handle_is_no_other_case() {
     }
 }
 
-/// The waits that cudarc submits for a slice that is handed over: where one fails, which cudarc does not return, everything
-/// is waited for. The slice is still being written to.
+/// The waits that cudarc submits for a slice that is handed over: if one fails, the slice may still be written to, so it is
+/// not taken.
 #[test]
-fn a_slice_whose_users_can_not_be_ordered_is_waited_for() {
+fn a_slice_whose_users_can_not_be_waited_for_is_given_back() {
     let Some(gpu) = Gpu::simulated(H200) else { return };
     let sim = gpu.sim.as_ref().unwrap();
-    let writer = gpu.another_stream();
-    for shared in [false, true] {
-        let mut slice = gpu.stream.clone_htod(&pattern(5000, 9)).unwrap();
-        gpu.stream.synchronize().unwrap();
-        let opener = gpu.gate(&writer).open_later();
-        writer.memset_zeros(&mut slice).unwrap();
-        sim.fail_always("cuStreamWaitEvent", 999);
-        let tensor = if shared {
-            gpu.device.tensor().from_shared_cuda_slice(std::sync::Arc::new(slice), [5000]).unwrap()
-        } else {
-            gpu.device.tensor().from_cuda_slice(slice, [5000]).unwrap()
-        };
-        assert!(opener.opened());
-        sim.clear_failures();
-        gpu.context.check_err().unwrap();
-        assert_eq!(*tensor.host().unwrap(), [0u8; 5000]);
-    }
-    drop(writer);
+    let writer = gpu.context.new_stream().unwrap();
+    let mut slice = gpu.stream.clone_htod(&pattern(5000, 9)).unwrap();
+    gpu.stream.synchronize().unwrap();
+    let gate = sim.gate(writer.cu_stream() as u64);
+    writer.memset_zeros(&mut slice).unwrap();
+    sim.fail_always("cuStreamWaitEvent", 999);
+    let refused = gpu.device.tensor().from_cuda_slice(slice, [5000]).unwrap_err();
+    assert_eq!(refused.error.driver_code(), Some(999), "{}", refused.error);
+    let shared = std::sync::Arc::new(refused.value);
+    let error = gpu.device.tensor().from_shared_cuda_slice(shared.clone(), [5000]).unwrap_err();
+    assert_eq!(error.driver_code(), Some(999), "{error}");
+    sim.clear_failures();
+    gpu.context.check_err().unwrap();
+    let tensor = gpu.device.tensor().from_shared_cuda_slice(shared, [5000]).unwrap();
+    gate.open();
+    assert_eq!(*tensor.host().unwrap(), [0u8; 5000]);
+    drop((tensor, writer));
     gpu.finish();
 }
 
