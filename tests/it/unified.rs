@@ -288,6 +288,7 @@ fn a_driver_figure_that_moves_is_a_range() {
     let Some(gpu) = Gpu::simulated("gh200_480gb_numa") else { return };
     let sim = gpu.sim.as_ref().unwrap();
     // Another thread changes it all the time, as other processes do.
+    sim.set_mem_info(40 * GIB, 95 * GIB);
     let stop = std::sync::atomic::AtomicBool::new(false);
     let seen = std::thread::scope(|scope| {
         let mover = scope.spawn(|| {
