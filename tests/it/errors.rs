@@ -148,7 +148,9 @@ fn a_failing_drop_is_not_the_next_callers_error() {
             let met = sim.count(call) > before;
             sim.clear_failures();
             gpu.context.check_err().unwrap();
-            assert_eq!(gpu.device.stats().free_errors, u64::from(met), "{call} {pools}");
+            // Our own two threads share the one place that cudarc has for errors: the other may have found it there.
+            let stats = gpu.device.stats();
+            assert_eq!(stats.free_errors + stats.stale_errors, u64::from(met), "{call} {pools}");
             // The user's own next call, and our next transfer.
             gpu.stream.clone_htod(&[1u8, 2]).unwrap();
             assert_eq!(*make(1000).host().unwrap(), *pattern(1000, 2));
