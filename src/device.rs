@@ -48,17 +48,15 @@ struct Inner {
 impl Drop for Inner {
     fn drop(&mut self) {
         // An upload from pageable memory returns when the source has been read, not when the slots have been.
-        let (mut slots, mut pending) = (Vec::new(), Vec::new());
         for (slot, busy) in self.up.take().into_iter().chain(self.down.take()) {
-            slots.push(slot);
-            pending.extend(busy.filter(|busy| !busy.query().is_ok_and(|passed| passed)).map(Pending::Event));
-        }
-        if Driver::get().is_err() {
             // A forked child, or a driver that is gone: nothing is freed, and the waiter's lock may never be.
-            std::mem::forget(slots);
-        } else if !pending.is_empty() {
-            // All of them together: freeing pinned memory may wait for the device.
-            free_later(&self.context, self.context.cuda().clone(), &self.waiter, Box::new(slots), pending);
+            if Driver::get().is_err() {
+                std::mem::forget(slot);
+                continue;
+            }
+            // Idle or not: freeing may wait for the whole device, and a drop must not.
+            let (cuda, pending) = (self.context.cuda().clone(), busy.into_iter().map(Pending::Event).collect());
+            free_later(&self.context, cuda, &self.waiter, Box::new(slot), pending);
         }
     }
 }

@@ -88,11 +88,6 @@ impl Context {
         cuda.check_err().map(|()| returned).map_err(|error| cudarc_error(name, error))
     }
 
-    /// Takes out of the way, and counts, what was parked in `cuda`.
-    pub(super) fn clear_stale(&self, cuda: &CudaContext) {
-        let _ = self.unparked(cuda, "", || ());
-    }
-
     pub(crate) fn count_leak(&self) {
         self.counters.leaked.fetch_add(1, Ordering::Relaxed);
     }

@@ -9,7 +9,7 @@ use std::sync::atomic::Ordering;
 use cudarc::driver::{CudaContext, CudaSlice, CudaStream, DevicePtr, DevicePtrMut, sys};
 
 use super::call::{Bound, check};
-use super::context::{Context, cudarc_error, synchronize};
+use super::context::{Context, cudarc_error};
 use super::event::Event;
 use super::stream::Stream;
 use crate::element::Element;
@@ -194,19 +194,9 @@ pub(crate) fn adopt_slice<T: Element>(context: &Context, slice: &mut CudaSlice<T
     ordered(context, stream, || slice.device_ptr_mut(stream.cuda()).0)
 }
 
-/// Lets cudarc order `stream`; where it parks an error instead, waits for everything.
-fn ordered<R>(context: &Context, stream: &Stream, mut order: impl FnMut() -> R) -> Result<R> {
-    let handle = stream.cuda().context();
-    match context.unparked(handle, "cuStreamWaitEvent", &mut order) {
-        Ok(ordered) => Ok(ordered),
-        Err(_) => {
-            synchronize(handle)?;
-            // All has run: what cudarc parks now, if anything, is about a wait that is not needed.
-            let ordered = order();
-            context.clear_stale(handle);
-            Ok(ordered)
-        }
-    }
+/// Lets cudarc order `stream`, or says why it did not: then the slice may still be in use. Nothing blocks for that.
+fn ordered<R>(context: &Context, stream: &Stream, order: impl FnOnce() -> R) -> Result<R> {
+    context.unparked(stream.cuda().context(), "cuStreamWaitEvent", order)
 }
 
 /// A slice that others hold too. Dropped with its context current.
@@ -282,7 +272,7 @@ pub(crate) fn rehome_slice<T: Element>(
 /// cudarc can not note it, waits instead.
 pub(crate) fn note_write<T: Element>(context: &Context, slice: &mut CudaSlice<T>, stream: &Stream) -> Result<()> {
     let _bound = context.enter()?;
-    ordered(context, stream, || drop(slice.device_ptr_mut(stream.cuda())))
+    ordered(context, stream, || drop(slice.device_ptr_mut(stream.cuda()))).or_else(|_| stream.synchronize())
 }
 
 /// Drops an owner whose drop may call cudarc (a `CudaSlice` with the handle `cuda`): with its context current, and with

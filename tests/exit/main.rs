@@ -85,7 +85,10 @@ struct Ended {
 
 /// Plays a scenario in a process of its own.
 fn child(scenario: &str, change: impl FnOnce(&mut Command)) -> Ended {
+    // What a child that ends abruptly leaves behind goes with this.
+    let scratch = tempfile::tempdir().expect("a folder");
     let mut command = Command::new(std::env::current_exe().expect("this program"));
+    command.env("TMPDIR", scratch.path());
     command.env(SCENARIO, scenario).env("RUST_BACKTRACE", "0");
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     change(&mut command);

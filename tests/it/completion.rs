@@ -237,7 +237,7 @@ fn one_thread_awaits_many_transfers() {
         })
         .collect();
     let start = Instant::now();
-    let mut poll_all = |tasks: &mut Vec<(Transfer<u8>, Arc<CountingWaker>, Option<_>)>| {
+    let poll_all = |tasks: &mut Vec<(Transfer<u8>, Arc<CountingWaker>, Option<_>)>| {
         for (ticket, counter, done) in tasks.iter_mut().filter(|(_, _, done)| done.is_none()) {
             let waker = Waker::from(counter.clone());
             let poll = std::future::Future::poll(std::pin::Pin::new(ticket), &mut Context::from_waker(&waker));

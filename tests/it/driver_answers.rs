@@ -197,7 +197,7 @@ fn an_event_that_was_never_recorded_counts_as_done() {
 #[test]
 fn the_driver_does_not_know_pageable_memory() {
     let _gpu = asked();
-    let memory = vec![0u8; 64];
+    let memory = [0u8; 64];
     let mut kind = 0u32;
     // SAFETY: a valid place for the answer, of the attribute's size.
     let answer = unsafe {

@@ -1,8 +1,7 @@
 //! Every element type travels bit for bit, in any length, and its bytes are looked at before they become values
 //! (field report R57).
 
-use transfer_tensor::cudarc::driver::sys;
-use transfer_tensor::cudarc::driver::{CudaSlice, DevicePtr};
+use transfer_tensor::cudarc::driver::{CudaSlice, DevicePtr, sys};
 use transfer_tensor::{DType, DynTensor, Element, Strategy, TensorOptions, TransferTensor};
 
 use crate::machines::{pattern, xor_on_device, xor_on_host};
@@ -145,7 +144,7 @@ every_type! {
     #[cfg(feature = "float8")] f8e5m2_travels: float8::F8E5M2,
 }
 
-/// A bool that is read only in part is looked at only in part; writing it as a whole mends it.
+/// Bytes that are no bool do not become a tensor of bool; what a device writes later is refused where it is read.
 #[test]
 fn bytes_that_are_no_bool_are_refused_where_they_are_read() {
     for profile in [H200, SPARK] {
@@ -153,18 +152,17 @@ fn bytes_that_are_no_bool_are_refused_where_they_are_read() {
         let mut tensor = gpu.device.tensor().zeros::<bool>([100]).unwrap();
         gpu.stream.memset_zeros(&mut tensor.device_mut(&gpu.stream).unwrap()).unwrap();
         assert!(tensor.host().unwrap().iter().all(|&bit| !bit));
-        // Where the bytes get their type they are looked at.
         let mut dynamic = DynTensor::from(tensor);
         dynamic.bytes_mut().host_mut().unwrap()[42] = 0x80;
-        let mut dynamic = dynamic.downcast::<bool>().unwrap_err().value;
-        dynamic.bytes_mut().host_mut().unwrap()[42] = 0;
+        let refused = dynamic.downcast::<bool>().unwrap_err();
+        assert_eq!(refused.error.to_string(), "element 42 holds byte 0x80, which is no BOOL");
+        let mut dynamic = refused.value;
+        dynamic.bytes_mut().host_mut().unwrap()[42] = 1;
         let mut tensor: TransferTensor<bool> = dynamic.downcast().unwrap();
-        // And where they are read: here the device did it.
         let guard = tensor.device_mut(&gpu.stream).unwrap();
-        // SAFETY: inside the guard's memory, on its stream. That it is no `bool` is the point.
-        unsafe {
-            sys::cuMemsetD8Async(guard.address() + 42, 0x80, 1, gpu.stream.cu_stream()).result().unwrap();
-        }
+        // SAFETY: inside the guard's memory, on its stream; what a kernel might write.
+        let set = unsafe { sys::cuMemsetD8Async(guard.address() + 42, 0x80, 1, gpu.stream.cu_stream()) };
+        set.result().unwrap();
         drop(guard);
         let error = tensor.host().unwrap_err();
         assert_eq!(error.to_string(), "element 42 holds byte 0x80, which is no BOOL");

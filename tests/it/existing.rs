@@ -195,6 +195,7 @@ fn a_slice_of_another_context_is_refused() {
 }
 
 /// Tells when it goes.
+#[allow(dead_code)] // Only kept.
 struct Owner(Arc<()>);
 
 #[test]

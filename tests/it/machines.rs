@@ -63,11 +63,17 @@ pub(crate) fn xor_on_host(bytes: &mut [u8]) {
     }
 }
 
-/// Bytes that are not all alike, and differ from those of another seed.
+/// Bytes that are not all alike, and differ from those of another seed. They repeat after 8191, which is no size of anything
+/// here, so that a piece in another place is seen too.
 pub(crate) fn pattern(len: usize, seed: u64) -> Vec<u8> {
-    (0..len as u64)
-        .map(|i| (i.wrapping_mul(31).wrapping_add(seed.wrapping_mul(97)) >> 1) as u8 ^ (i >> 8) as u8)
-        .collect()
+    const PERIOD: u64 = 8191;
+    let one = |i: u64| (i.wrapping_mul(31).wrapping_add(seed.wrapping_mul(97)) >> 1) as u8 ^ (i >> 8) as u8;
+    let period: Vec<u8> = (0..PERIOD.min(len as u64)).map(one).collect();
+    let mut all = Vec::with_capacity(len);
+    while all.len() < len {
+        all.extend_from_slice(&period[..period.len().min(len - all.len())]);
+    }
+    all
 }
 
 /// Waits until what was dropped has been freed.

@@ -7,6 +7,8 @@ mod driver_answers;
 mod dtypes;
 mod errors;
 mod existing;
+mod failing_calls;
+mod lacking;
 mod machines;
 mod ordering;
 mod registration;

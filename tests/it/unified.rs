@@ -176,7 +176,7 @@ fn the_total_is_the_drivers_whatever_else_is_said() {
 /// Eight "weights" of a model, made from memory that exists.
 fn eight_tensors(gpu: &Gpu) -> Vec<transfer_tensor::TransferTensor<u8>> {
     let tensors = (0..8).map(|i| {
-        let values = pattern(MIB as usize + i, i as u64);
+        let values = pattern(100_000 + i, i as u64);
         let address = values.as_ptr() as u64;
         let len = values.len();
         let tensor = gpu.device.tensor().from_vec(values, [len]).unwrap();
@@ -202,7 +202,7 @@ fn a_model_is_held_once_with_and_without_registration() {
         let mut tensors = eight_tensors(&gpu);
         for (i, tensor) in tensors.iter_mut().enumerate() {
             xor_on_device(&gpu.context, &gpu.stream, &mut tensor.device_mut(&gpu.stream).unwrap());
-            let mut expected = pattern(MIB as usize + i, i as u64);
+            let mut expected = pattern(100_000 + i, i as u64);
             xor_on_host(&mut expected);
             assert!(*tensor.host().unwrap() == *expected);
             assert_eq!(tensor.copied_bytes(), (0, 0));
@@ -288,6 +288,7 @@ fn a_driver_figure_that_moves_is_a_range() {
     let Some(gpu) = Gpu::simulated("gh200_480gb_numa") else { return };
     let sim = gpu.sim.as_ref().unwrap();
     // Another thread changes it all the time, as other processes do.
+    sim.set_mem_info(40 * GIB, 95 * GIB);
     let stop = std::sync::atomic::AtomicBool::new(false);
     let seen = std::thread::scope(|scope| {
         let mover = scope.spawn(|| {

@@ -90,7 +90,7 @@ impl DeviceBuilder {
         for (attribute, value) in self.attributes {
             set_attribute(ordinal, attribute, value);
         }
-        let root = std::env::temp_dir().join(format!("cuda-sim-{}-{ordinal}", std::process::id()));
+        let root = scratch().join(format!("cuda-sim-{}-{ordinal}", std::process::id()));
         let figures = self.host.unwrap_or_else(|| profile.host.clone());
         let device = Device { ordinal, profile, root };
         for (setting, value) in self.settings {
@@ -99,6 +99,12 @@ impl DeviceBuilder {
         device.write_host(&figures).map_err(|error| SimError::HostTree(error.to_string()))?;
         Ok(device)
     }
+}
+
+/// Where the files of the hosts go: in memory where that is possible, since every device writes some dozen of them.
+fn scratch() -> PathBuf {
+    let memory = Path::new("/dev/shm");
+    if std::env::var_os("TMPDIR").is_none() && memory.is_dir() { memory.to_owned() } else { std::env::temp_dir() }
 }
 
 /// A simulated device. Dropping it ends nothing in the driver: contexts and memory live as long as the program
