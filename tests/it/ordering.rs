@@ -502,6 +502,7 @@ fn a_device_without_io_coherency_sees_what_the_host_wrote() {
     // A look of the device at one part does not settle what the host goes on to write to another.
     let mut copy = gpu.both_sides(&[0u8; 32]);
     drop(copy.device_mut(&gpu.stream).unwrap());
+    drop(tensor.host_mut().unwrap());
     {
         let (mut head, mut tail) = tensor.view_mut(..).unwrap().split_at(32).unwrap();
         let mut host = head.host_mut().unwrap();
