@@ -49,8 +49,9 @@ fn nobody_sees_a_copy_to_the_host_before_it_has_run() {
 /// R02: a pinned source that is dropped is not given to somebody else before it has been read.
 #[test]
 fn a_dropped_source_is_read_before_its_memory_is_used_again() {
-    for profile in [H200, GH200, SPARK] {
-        let gpu = Gpu::any(profile);
+    for (profile, waits) in [(H200, true), (H200, false), (GH200, false), (SPARK, false)] {
+        let simulated = Gpu::built(builder(profile).free_waits(waits));
+        let gpu = simulated.unwrap_or_else(|| Gpu::any(profile));
         let kernels = gpu.kernels();
         let mut target = gpu.on_device(&[0; LEN]);
         let source = gpu.device.tensor().strategy(Strategy::Streamed).from_slice(&[0x11u8; LEN], [LEN]).unwrap();
@@ -217,9 +218,16 @@ impl AsRef<[u8]> for Watched {
 /// R09: where the device reads ordinary memory in place, freeing that does not wait for the device by itself.
 #[test]
 fn ordinary_memory_that_the_device_reads_in_place_is_kept() {
-    for (profile, backing) in
-        [(SPARK, None), (GH200, None), (THOR, None), (ORIN, None), (H200, Some(Backing::Registered))]
-    {
+    let wanted = [
+        (SPARK, None),
+        (SPARK, Some(Backing::Pageable)),
+        (GH200, None),
+        (GH200, Some(Backing::Pageable)),
+        (THOR, None),
+        (ORIN, None),
+        (H200, Some(Backing::Registered)),
+    ];
+    for (profile, backing) in wanted {
         let gpu = Gpu::any(profile);
         let kernels = gpu.kernels();
         let mut copy = gpu.on_device(&[0; LEN]);
@@ -228,9 +236,12 @@ fn ordinary_memory_that_the_device_reads_in_place_is_kept() {
         let source = Arc::new(Watched(vec![0x77; LEN], gone.clone()));
         let options = gpu.device.tensor().access(Access::Streaming);
         let options = match (backing, gpu.sim.is_some()) {
-            (Some(backing), _) => options.strategy(Strategy::ZeroCopy).backing(backing),
-            (None, false) => options.strategy(Strategy::ZeroCopy).backing(Backing::Registered),
             (None, true) => options,
+            (Some(Backing::Pageable), true) if profile == GH200 => {
+                options.strategy(Strategy::Coherent).backing(Backing::Pageable)
+            }
+            (Some(Backing::Pageable), true) => options.strategy(Strategy::ZeroCopy).backing(Backing::Pageable),
+            _ => options.strategy(Strategy::ZeroCopy).backing(Backing::Registered),
         };
         let source: TransferTensor<u8> = options.from_shared_bytes(source, 0..LEN, [LEN]).unwrap();
         gpu.context.synchronize().unwrap();
@@ -489,6 +500,8 @@ fn a_device_without_io_coherency_sees_what_the_host_wrote() {
         assert!(seen.iter().enumerate().all(|(i, &x)| x == round ^ crate::support::index_hash(i)), "{round}");
     }
     // A look of the device at one part does not settle what the host goes on to write to another.
+    let mut copy = gpu.both_sides(&[0u8; 32]);
+    drop(copy.device_mut(&gpu.stream).unwrap());
     {
         let (mut head, mut tail) = tensor.view_mut(..).unwrap().split_at(32).unwrap();
         let mut host = head.host_mut().unwrap();
@@ -496,7 +509,6 @@ fn a_device_without_io_coherency_sees_what_the_host_wrote() {
         gpu.stream.synchronize().unwrap();
         host.fill(9);
     }
-    let mut copy = gpu.both_sides(&[0u8; 32]);
     let head = tensor.view(..32).unwrap();
     kernels.copy(&gpu.stream, &mut copy.device_mut(&gpu.stream).unwrap(), &head.device(&gpu.stream).unwrap());
     assert_eq!(*copy.host().unwrap(), [9; 32]);
