@@ -212,3 +212,45 @@ fn a_failed_pinned_allocation_leaves_nothing_behind() {
     drain(&gpu.device);
     gpu.finish();
 }
+
+/// What was submitted of a copy before one of its calls failed has run when the error comes out: neither the staging slots nor
+/// the caller's memory are touched any more.
+#[test]
+fn a_copy_that_fails_half_way_is_drained_before_its_error() {
+    for (call, upload) in [("cuMemcpyHtoDAsync", true), ("cuMemcpyDtoHAsync", false), ("cuEventRecord", true)] {
+        let Some(gpu) = Gpu::simulated(H200) else { return };
+        let sim = gpu.sim.as_ref().unwrap();
+        let bytes = pattern(STAGED, 7);
+        let mut tensor = gpu.device.tensor().strategy(Strategy::Streamed).from_vec(bytes.clone(), [STAGED]).unwrap();
+        if upload {
+            // The staging slots, so that nothing is allocated behind the gate.
+            from_pageable(&gpu).unwrap();
+            drain(&gpu.device);
+        } else {
+            drop(tensor.device_mut(&gpu.stream).unwrap());
+            gpu.stream.synchronize().unwrap();
+        }
+        let opener = if upload {
+            let opener = gpu.gate(&gpu.stream).open_later();
+            sim.fail_nth(call, 2, 999);
+            let error = tensor.device_mut(&gpu.stream).map(drop).unwrap_err();
+            assert_eq!(error.driver_code(), Some(999), "{call}: {error}");
+            opener
+        } else {
+            let gate = gpu.gate(&gpu.stream);
+            // A write on the held stream, which the download comes after.
+            drop(tensor.device_mut(&gpu.stream).unwrap());
+            let opener = gate.open_later();
+            sim.fail_nth(call, 2, 999);
+            let error = tensor.host().map(drop).unwrap_err();
+            assert_eq!(error.driver_code(), Some(999), "{call}: {error}");
+            opener
+        };
+        assert!(opener.opened(), "{call}: the error came while the first piece was on its way");
+        sim.clear_failures();
+        assert!(*tensor.host().unwrap() == *bytes);
+        drop(tensor);
+        drain(&gpu.device);
+        gpu.finish();
+    }
+}
