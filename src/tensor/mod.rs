@@ -2,6 +2,9 @@
 
 mod device_guard;
 mod dynamic;
+mod existing;
+mod give;
+mod hints;
 mod host_guard;
 mod options;
 mod region;
@@ -15,7 +18,7 @@ use std::marker::PhantomData;
 use std::ops::RangeBounds;
 use std::sync::Arc;
 
-use cudarc::driver::{CudaSlice, CudaStream};
+use cudarc::driver::CudaStream;
 
 pub use device_guard::{DeviceMut, DeviceRef};
 pub use dynamic::DynTensor;
@@ -24,18 +27,13 @@ pub use options::TensorOptions;
 pub use transfer::Transfer;
 pub use view::{SharedTensor, TensorView, TensorViewMut};
 
-use self::region::Region;
 use self::store::Store;
 use self::view::{Window, part_doc};
 use crate::device::Device;
-use crate::driver::managed::{self, Advice, Location};
-use crate::driver::{Event, Stream};
 use crate::element::{DType, Element};
 use crate::error::{Error, Kind, Refused, Result};
 use crate::layout::Shape;
 use crate::plan::{Backing, Decision, Strategy};
-
-use self::options::RegisteredVec;
 
 /// A contiguous, row-major tensor that CPU and GPU work on in turn.
 ///
@@ -338,169 +336,6 @@ impl<T: Element> TransferTensor<T> {
         match shared.into_store() {
             Ok((store, shape)) => Ok(Self::new(store, shape)),
             Err(value) => Err(Refused { error: Error::new(Kind::Shared { what: "the tensor" }), value }),
-        }
-    }
-
-    /// The elements as a `Vec`: the very one it was made from, where there is one and the host has the newest bytes;
-    /// else a copy in ordinary memory.
-    ///
-    /// # Errors
-    /// As [`host`](Self::host); the tensor comes back.
-    pub fn into_vec(self) -> Result<Vec<T>, Refused<Self>> {
-        match self.settle_host() {
-            Ok(()) => self.take_vec(),
-            Err(error) => Err(Refused { error, value: self }),
-        }
-    }
-
-    /// Makes the host's bytes current, and waits until nothing uses them.
-    fn settle_host(&self) -> Result<()> {
-        drop(self.host()?);
-        let all = 0..self.store.bytes();
-        match self.store.with_state(|state| state.host.clone()) {
-            Some(region) => region.wait(&all, true),
-            None => Ok(()),
-        }
-    }
-
-    fn take_vec(self) -> Result<Vec<T>, Refused<Self>> {
-        let region = self.store.with_state(|state| {
-            if state.shared {
-                state.device = None;
-            }
-            state.host.take()
-        });
-        let Some(region) = region else { return Ok(Vec::new()) };
-        let taken = Arc::try_unwrap(region).and_then(|region| {
-            let region = match region.reclaim::<Vec<T>>() {
-                Ok(values) => return Ok(values),
-                Err(region) => Arc::try_unwrap(region)?,
-            };
-            region.reclaim::<RegisteredVec<T>>().map(RegisteredVec::into_vec)
-        });
-        taken.or_else(|region| {
-            self.store.with_state(|state| {
-                if state.shared {
-                    state.device = Some(region.clone());
-                }
-                state.host = Some(region);
-            });
-            let copied = self.host().map(|guard| guard.to_vec());
-            copied.map_err(|error| Refused { error, value: self })
-        })
-    }
-
-    /// The elements as cudarc's slice: on the device, in its allocation, without a copy there.
-    ///
-    /// # Ordering
-    /// Does not block: the slice's stream waits for what runs on it.
-    ///
-    /// # Errors
-    /// The tensor's bytes are not device memory of its own (they are host-visible, shared, or there is no device); it
-    /// comes back.
-    pub fn into_cuda_slice(self) -> Result<CudaSlice<T>, Refused<Self>> {
-        match self.bring_whole_slice() {
-            Ok(stream) => self.take_slice(&stream),
-            Err(error) => Err(Refused { error, value: self }),
-        }
-    }
-
-    fn bring_whole_slice(&self) -> Result<Stream> {
-        let device = self.store.need_device("into_cuda_slice")?;
-        if self.strategy() != Strategy::Streamed {
-            return Err(Error::unsupported(
-                "a CudaSlice",
-                "the tensor's memory is host-visible, not the device's alone",
-            ));
-        }
-        if self.is_empty() {
-            return Err(Error::unsupported("a CudaSlice", "there is no element, so no device memory"));
-        }
-        self.store.check_writable()?;
-        let _bound = device.context().enter()?;
-        let all = 0..self.store.bytes();
-        let existing = self.store.with_state(|state| state.device.as_ref().and_then(|region| region.stream()));
-        // A stream of ours stays ours. And a per-thread stream is this thread's from here on.
-        let existing = existing.filter(|stream| !stream.is_ours());
-        let stream = Stream::of_caller(existing.as_ref().map_or(device.stream(), Stream::cuda));
-        stream.check_not_capturing("into_cuda_slice")?;
-        let (region, mut submitted) = self.store.on_device(&all, true, &stream)?;
-        region.order(&stream, &all, true)?;
-        submitted.close(&Arc::new(Event::record(device.context(), &stream)?));
-        Ok(stream)
-    }
-
-    fn take_slice(self, stream: &Stream) -> Result<CudaSlice<T>, Refused<Self>> {
-        let refuse = |why: &str, value| Err(Refused { error: Error::unsupported("a CudaSlice", why), value });
-        let Some(region) = self.store.with_state(|state| state.device.take()) else {
-            return refuse("there is no device memory", self);
-        };
-        let region = match Arc::try_unwrap(region) {
-            Ok(region) => region,
-            Err(region) => {
-                self.store.with_state(|state| state.device = Some(region));
-                return refuse("its device memory is in use", self);
-            }
-        };
-        match (region.reclaim::<CudaSlice<T>>(), self.store.device_handle()) {
-            (Ok(slice), Some(device)) => {
-                let context = device.context();
-                let mut slice = match crate::driver::memory::rehome_slice(context, slice, stream) {
-                    Ok(slice) => slice,
-                    Err((error, slice)) => {
-                        let region = options::slice_region(device, slice, stream).map(Arc::new);
-                        self.store.with_state(|state| state.device = region.ok());
-                        return Err(Refused { error, value: self });
-                    }
-                };
-                // A failure here is a fault: the slice's next use reports it.
-                let _ = crate::driver::memory::note_write(context, &mut slice, stream);
-                Ok(slice)
-            }
-            (Ok(_), None) => refuse("there is no device", self),
-            (Err(region), _) => {
-                self.store.with_state(|state| state.device = Some(region));
-                refuse("its device memory is not a slice of this element type that only it holds", self)
-            }
-        }
-    }
-
-    /// Tells the driver how managed memory will be used (`cuMemAdvise`).
-    ///
-    /// # Errors
-    /// The backing is not [`Backing::Managed`], or the driver refuses.
-    pub fn advise(&self, advice: Advice, location: Location) -> Result<()> {
-        let (device, region) = self.managed("advise")?;
-        let _bound = device.context().enter()?;
-        managed::advise(device.context(), region.device()?, region.bytes(), advice, location)
-    }
-
-    /// Moves managed memory to the device or the host ahead of its use, in the order of `stream`
-    /// (`cuMemPrefetchAsync`).
-    ///
-    /// # Errors
-    /// The backing is not [`Backing::Managed`], the stream is being captured or another context's, or the driver refuses.
-    pub fn prefetch(&self, location: Location, stream: &Arc<CudaStream>) -> Result<()> {
-        let (device, region) = self.managed("prefetch")?;
-        if !device.owns(stream) {
-            return Err(Error::new(Kind::WrongContext { operation: "prefetch" }));
-        }
-        let _bound = device.context().enter()?;
-        let stream = Stream::of_caller(stream);
-        stream.check_not_capturing("prefetch")?;
-        // Noted as a read: the memory must not be freed under it, and its bytes do not change.
-        let id = region.open(&stream, &(0..region.bytes()), false);
-        managed::prefetch(device.context(), region.device()?, region.bytes(), location, &stream)?;
-        region.close(id, Arc::new(Event::record(device.context(), &stream)?));
-        Ok(())
-    }
-
-    fn managed(&self, operation: &'static str) -> Result<(&Device, Arc<Region>)> {
-        let device = self.store.need_device(operation)?;
-        let region = self.store.with_state(|state| state.host.clone());
-        match region.filter(|region| region.backing() == Backing::Managed) {
-            Some(region) => Ok((device, region)),
-            None => Err(Error::unsupported(operation, format!("the backing is {}, not managed", self.backing()))),
         }
     }
 

@@ -167,7 +167,8 @@ fn neighbours_on_one_page_are_pinned_each() {
 fn file_of(bytes: &[u8]) -> std::fs::File {
     let mut file = tempfile::tempfile().unwrap();
     file.write_all(bytes).unwrap();
-    file.flush().unwrap();
+    // Pages that are yet to be written back can keep the kernel from pinning them (seen on an H200's host: for minutes).
+    file.sync_all().unwrap();
     file
 }
 
