@@ -16,7 +16,7 @@ const PART: usize = 100_000;
 pub(crate) type Scenario = fn(&Gpu) -> Result<(), Error>;
 
 /// More than two staging slots.
-const STAGED: usize = 8 * PART + 12_345;
+const STAGED: usize = 8 * MIB + 12_345;
 
 fn there_changed_and_back(gpu: &Gpu, tensor: TransferTensor<u8>, bytes: &[u8]) -> Result<(), Error> {
     let tensor = again_if_refused(tensor.to_device(), |tensor| tensor.to_device())?;
@@ -222,18 +222,16 @@ fn a_copy_that_fails_half_way_is_drained_before_its_error() {
         let sim = gpu.sim.as_ref().unwrap();
         let bytes = pattern(STAGED, 7);
         let mut tensor = gpu.device.tensor().strategy(Strategy::Streamed).from_vec(bytes.clone(), [STAGED]).unwrap();
+        // So that nothing is allocated behind the gate.
+        drop(tensor.device_mut(&gpu.stream).unwrap());
+        gpu.stream.synchronize().unwrap();
         if upload {
-            // The staging slots, so that nothing is allocated behind the gate.
-            from_pageable(&gpu).unwrap();
-            drain(&gpu.device);
-        } else {
-            drop(tensor.device_mut(&gpu.stream).unwrap());
-            gpu.stream.synchronize().unwrap();
+            drop(tensor.host_mut().unwrap());
         }
         let opener = if upload {
             let opener = gpu.gate(&gpu.stream).open_later();
             sim.fail_nth(call, 2, 999);
-            let error = tensor.device_mut(&gpu.stream).map(drop).unwrap_err();
+            let error = tensor.device_mut(&gpu.stream).map(drop).expect_err(call);
             assert_eq!(error.driver_code(), Some(999), "{call}: {error}");
             opener
         } else {
@@ -242,7 +240,7 @@ fn a_copy_that_fails_half_way_is_drained_before_its_error() {
             drop(tensor.device_mut(&gpu.stream).unwrap());
             let opener = gate.open_later();
             sim.fail_nth(call, 2, 999);
-            let error = tensor.host().map(drop).unwrap_err();
+            let error = tensor.host().map(drop).expect_err(call);
             assert_eq!(error.driver_code(), Some(999), "{call}: {error}");
             opener
         };
