@@ -1,5 +1,6 @@
 //! Completion: who is told, and when, that the device has passed a point.
 
+mod queue;
 pub(crate) mod signal;
 pub(crate) mod waiter;
 

@@ -11,8 +11,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use cudarc::driver::CudaContext;
-use parking_lot::{Condvar, Mutex};
+use parking_lot::Mutex;
 
+use super::queue::{Next, Queue};
 use crate::driver::memory::drop_bound;
 use crate::driver::{Context, Driver, Pending};
 use crate::error::{Error, Kind, Result};
@@ -37,27 +38,12 @@ enum Front {
 
 /// The handle; dropping it lets the thread finish its jobs and end.
 pub(crate) struct Waiter {
-    shared: Arc<Shared>,
-}
-
-struct Shared {
-    queue: Mutex<Queue>,
-    /// Told of every new job and of the end, and, for `drain`, of every job that is done.
-    changed: Condvar,
-}
-
-#[derive(Default)]
-struct Queue {
-    new: Vec<Job>,
-    /// Jobs not finished, wherever they are.
-    open: usize,
-    started: bool,
-    closed: bool,
+    queue: Arc<Queue<Job>>,
 }
 
 impl Waiter {
     pub(crate) fn new() -> Self {
-        Self { shared: Arc::new(Shared { queue: Mutex::new(Queue::default()), changed: Condvar::new() }) }
+        Self { queue: Arc::new(Queue::new()) }
     }
 
     /// Runs `then` on the waiter's thread once all of `pending` has passed.
@@ -65,31 +51,18 @@ impl Waiter {
     /// # Errors
     /// The thread could not be started: `then` comes back, and has not run.
     pub(crate) fn submit(&self, pending: Vec<Pending>, then: Then) -> Result<(), (Error, Then)> {
-        let mut queue = self.shared.queue.lock();
-        if !queue.started {
-            let shared = self.shared.clone();
-            let thread = std::thread::Builder::new().name("transfer-wait".into()).spawn(move || run(&shared));
-            if let Err(error) = thread {
-                return Err((Error::new(Kind::Thread { what: format!("transfer-wait: {error}") }), then));
-            }
-            queue.started = true;
-        }
-        queue.new.push(Job { pending: pending.into_iter().map(Front::Poll).collect(), then });
-        queue.open += 1;
-        self.shared.changed.notify_all();
-        Ok(())
+        let start = || {
+            let queue = self.queue.clone();
+            let thread = std::thread::Builder::new().name("transfer-wait".into()).spawn(move || run(&queue));
+            thread.map(drop).map_err(|error| Error::new(Kind::Thread { what: format!("transfer-wait: {error}") }))
+        };
+        let job = Job { pending: pending.into_iter().map(Front::Poll).collect(), then };
+        self.queue.submit(job, start).map_err(|(error, job)| (error, job.then))
     }
 
     /// Blocks until every job submitted so far is done, or `timeout` is over; whether it was.
     pub(crate) fn drain(&self, timeout: Duration) -> bool {
-        let deadline = std::time::Instant::now() + timeout;
-        let mut queue = self.shared.queue.lock();
-        while queue.open > 0 {
-            if self.shared.changed.wait_until(&mut queue, deadline).timed_out() {
-                return queue.open == 0;
-            }
-        }
-        true
+        self.queue.drain(timeout)
     }
 }
 
@@ -121,46 +94,34 @@ impl Drop for Waiter {
         if Driver::get().is_err() {
             return;
         }
-        self.shared.queue.lock().closed = true;
-        self.shared.changed.notify_all();
+        self.queue.close();
     }
 }
 
 impl std::fmt::Debug for Waiter {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Waiter").field("open", &self.shared.queue.lock().open).finish()
+        f.debug_struct("Waiter").field("open", &self.queue.open()).finish()
     }
 }
 
-fn run(shared: &Shared) {
+fn run(queue: &Queue<Job>) {
     let mut jobs: Vec<Job> = Vec::new();
     let mut pause = SHORTEST;
     loop {
-        {
-            let mut queue = shared.queue.lock();
-            while jobs.is_empty() && queue.new.is_empty() {
-                if queue.closed {
-                    return;
-                }
-                shared.changed.wait(&mut queue);
-            }
-            if !jobs.is_empty() && queue.new.is_empty() {
-                shared.changed.wait_for(&mut queue, pause);
-            }
-            if !queue.new.is_empty() {
-                pause = SHORTEST;
-                jobs.append(&mut queue.new);
-            }
+        match queue.next(&mut jobs, pause) {
+            Next::New => pause = SHORTEST,
+            Next::Old => {}
+            Next::End => return,
         }
         let before = jobs.len();
-        jobs = jobs.into_iter().filter_map(|job| step(job, shared)).collect();
+        jobs = jobs.into_iter().filter_map(|job| step(job, queue)).collect();
         let done = before - jobs.len();
         pause = if done > 0 { SHORTEST } else { (pause * 2).min(LONGEST) };
     }
 }
 
 /// Asks once for a job: hands it back while it is not over.
-fn step(mut job: Job, shared: &Shared) -> Option<Job> {
+fn step(mut job: Job, queue: &Queue<Job>) -> Option<Job> {
     while let Some(front) = job.pending.front_mut() {
         let answer = match front {
             Front::Poll(pending) if pending.pollable() => pending.poll(),
@@ -179,12 +140,12 @@ fn step(mut job: Job, shared: &Shared) -> Option<Job> {
             // A capture ends, and then the stream can be asked again.
             Err(error) if error.is_capturing() && matches!(front, Front::Poll(_)) => return Some(job),
             Err(error) => {
-                finish(job, Err(error), shared);
+                finish(job, Err(error), queue);
                 return None;
             }
         }
     }
-    finish(job, Ok(()), shared);
+    finish(job, Ok(()), queue);
     None
 }
 
@@ -200,12 +161,11 @@ fn block_elsewhere(pending: &Pending) -> Result<Arc<Mutex<Option<Result<()>>>>> 
     }
 }
 
-fn finish(job: Job, result: Result<()>, shared: &Shared) {
+fn finish(job: Job, result: Result<()>, queue: &Queue<Job>) {
     let Job { pending, then } = job;
     // What it waited for may hold streams and contexts: gone before anybody is told that the job is done.
     drop(pending);
     // A panic in a caller's owner or waker is his; the other jobs go on.
     let _ = catch_unwind(AssertUnwindSafe(move || then(result)));
-    shared.queue.lock().open -= 1;
-    shared.changed.notify_all();
+    queue.done();
 }
