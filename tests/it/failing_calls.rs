@@ -127,7 +127,9 @@ fn survives_every_failure(profile: &str, scenario: Scenario) {
         // The polls of an event are as many as time makes them: the first few stand for all.
         let times = if call == "cuEventQuery" { times.min(4) } else { times };
         for nth in 1..=times {
-            for after in [false, true] {
+            // Memory that is registered although the driver said it is not: nobody can know, and it would stay so for other tests.
+            let after: &[bool] = if call == "cuMemHostRegister_v2" { &[false] } else { &[false, true] };
+            for &after in after {
                 let gpu = Gpu::simulated(profile).unwrap();
                 let sim = gpu.sim.as_ref().unwrap();
                 let what = format!("{call} {nth} of {times}, after its work: {after}");
