@@ -17,7 +17,9 @@ use crate::driver::{Event, Stream};
 use crate::element::{Element, validate};
 use crate::error::{Error, Kind, Refused, Result};
 use crate::layout::Shape;
+use crate::os::is_file_backed;
 use crate::plan::{Backing, Decision, HostMemory, Strategy};
+use crate::platform::MemoryModel;
 use crate::ranges::RangeSet;
 
 const SHARED_MEMORY: &str = "its memory is shared with others";
@@ -104,6 +106,16 @@ impl<'d> TensorOptions<'d> {
             return Ok(Place::InPlace { registration: None, device: None, shared: true });
         };
         let register = || {
+            // Machines whose GPU uses the host's page tables do not page-lock at all; who forces it gets it.
+            let locks = matches!(device.platform().model(), MemoryModel::Discrete | MemoryModel::Hmm);
+            let start = host.as_ptr() as usize;
+            let forced = self.request.backing == Some(Backing::Registered);
+            if read_only && locks && !forced && is_file_backed(start..start.saturating_add(bytes)) {
+                return Err(Error::unsupported(
+                    "registering a map of a file",
+                    "the kernel may try to page-lock a file's pages for ever (seen on an H200's host)",
+                ));
+            }
             // SAFETY: the owner of the memory is kept beside the registration, and dropped after it.
             unsafe { Registration::new(device.context(), host, bytes, read_only) }
         };

@@ -78,8 +78,8 @@ impl<'d> TensorOptions<'d> {
 
     /// Registers (page-locks) the memory that a tensor is made from, so that copies of it are asynchronous. Worth it for
     /// memory that is copied several times: registering 1 GiB takes some 46 ms on an H200's host. Where it is refused, copies
-    /// go through pinned staging, and [`TransferTensor::is_pinned`] says `false`. Not for maps of files that were just written:
-    /// the kernel may make it wait for their write-back.
+    /// go through pinned staging, and [`TransferTensor::is_pinned`] says `false`. On machines with
+    /// a GPU of its own memory that is so for maps of files: the kernel may try to page-lock their pages for ever.
     pub fn pin(mut self, pin: bool) -> Self {
         self.pin = pin;
         self
