@@ -58,7 +58,7 @@ impl Drop for Pinned {
             // SAFETY: from `cuMemHostAlloc`, freed once; the owner made sure that nothing uses it.
             check("cuMemFreeHost", unsafe { sys::cuMemFreeHost(self.host.as_ptr().cast()) })
         });
-        count_failure(&self.context, freed);
+        count_failure(&self.context, &freed);
     }
 }
 
@@ -99,12 +99,13 @@ impl Drop for Managed {
             // SAFETY: from `cuMemAllocManaged`, freed once; the owner made sure that nothing uses it.
             check("cuMemFree", unsafe { sys::cuMemFree_v2(self.address.as_ptr() as u64) })
         });
-        count_failure(&self.context, freed);
+        count_failure(&self.context, &freed);
     }
 }
 
-/// Host memory of somebody else's that we pinned, until this is dropped.
+/// Host memory of somebody else's that we pinned. Dropping this does not unpin it: [`Registered`] does.
 #[derive(Debug)]
+#[must_use]
 pub(crate) struct Registration {
     host: NonNull<u8>,
     device: u64,
@@ -124,7 +125,7 @@ impl Registration {
     /// [`Error::is_already_registered`] where somebody did so before: the memory is pinned, but not ours to unpin.
     ///
     /// # Safety
-    /// The range is mapped and stays so until this value is dropped.
+    /// The range is mapped and stays so until it is unpinned.
     pub(crate) unsafe fn new(context: &Arc<Context>, host: NonNull<u8>, bytes: usize, read_only: bool) -> Result<Self> {
         let _bound = context.enter()?;
         let plain = sys::CU_MEMHOSTREGISTER_PORTABLE | sys::CU_MEMHOSTREGISTER_DEVICEMAP;
@@ -161,13 +162,50 @@ impl Registration {
     }
 }
 
-impl Drop for Registration {
-    fn drop(&mut self) {
-        let freed = self.context.enter().and_then(|_bound| {
-            // SAFETY: registered by us, unregistered once; the owner made sure that nothing uses it.
-            check("cuMemHostUnregister", unsafe { sys::cuMemHostUnregister(self.host.as_ptr().cast()) })
+/// What holds memory that is pinned. Unpins it before it lets it go. Where that is refused the memory is never freed: the
+/// driver would take whoever got it next for registered.
+#[derive(Debug)]
+pub(crate) struct Registered<O> {
+    registration: Registration,
+    owner: Option<O>,
+}
+
+impl<O> Registered<O> {
+    pub(crate) fn new(registration: Registration, owner: O) -> Self {
+        Self { registration, owner: Some(owner) }
+    }
+
+    fn unpin(&self) -> Result<()> {
+        let Registration { host, context, .. } = &self.registration;
+        let unpinned = context.enter().and_then(|_bound| {
+            // SAFETY: registered by us; who drops or ends this has made sure that nothing uses it.
+            check("cuMemHostUnregister", unsafe { sys::cuMemHostUnregister(host.as_ptr().cast()) })
         });
-        count_failure(&self.context, freed);
+        count_failure(context, &unpinned);
+        unpinned
+    }
+}
+
+impl<T: Clone> Registered<Vec<T>> {
+    /// The vector, unpinned; a copy where that is refused.
+    pub(crate) fn into_vec(mut self) -> Vec<T> {
+        match self.unpin() {
+            Ok(()) => self.owner.take().unwrap_or_default(),
+            Err(_) => self.owner.clone().unwrap_or_default(),
+        }
+    }
+}
+
+impl<O> Drop for Registered<O> {
+    fn drop(&mut self) {
+        let Some(owner) = self.owner.take() else { return };
+        match self.unpin() {
+            Ok(()) => drop(owner),
+            Err(_) => {
+                self.registration.context.count_leak();
+                std::mem::forget(owner);
+            }
+        }
     }
 }
 
@@ -342,7 +380,7 @@ fn no_memory(what: &'static str, bytes: usize) -> Error {
     Error::new(Kind::OutOfMemory { what, bytes: bytes as u64, why: "the driver gave a null address".into() })
 }
 
-fn count_failure(context: &Context, freed: Result<()>) {
+fn count_failure(context: &Context, freed: &Result<()>) {
     if freed.is_err() {
         context.counters().free_errors.fetch_add(1, Ordering::Relaxed);
     }

@@ -1,5 +1,9 @@
 //! What the operating system is asked for directly.
 
+mod maps;
+
+pub(crate) use maps::is_file_backed;
+
 use std::alloc::{Layout, alloc, alloc_zeroed, dealloc};
 use std::ptr::NonNull;
 

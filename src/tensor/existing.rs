@@ -12,12 +12,14 @@ use super::region::{Owner, Region};
 use super::store::{State, Store};
 use super::{TransferTensor, check_elements};
 use crate::device::Device;
-use crate::driver::memory::{Registration, SharedSlice, adopt_slice, slice_address};
+use crate::driver::memory::{Registered, Registration, SharedSlice, adopt_slice, slice_address};
 use crate::driver::{Event, Stream};
 use crate::element::{Element, validate};
 use crate::error::{Error, Kind, Refused, Result};
 use crate::layout::Shape;
+use crate::os::is_file_backed;
 use crate::plan::{Backing, Decision, HostMemory, Strategy};
+use crate::platform::MemoryModel;
 use crate::ranges::RangeSet;
 
 const SHARED_MEMORY: &str = "its memory is shared with others";
@@ -45,7 +47,7 @@ impl<'d> TensorOptions<'d> {
         let mut values = Some(values);
         let keep = |registration| match (registration, values.take()) {
             (Some(registration), Some(values)) => {
-                Box::new(RegisteredVec { registration, values }) as Box<dyn Any + Send>
+                Box::new(Registered::new(registration, values)) as Box<dyn Any + Send>
             }
             (_, values) => Box::new(values.unwrap_or_default()),
         };
@@ -104,6 +106,16 @@ impl<'d> TensorOptions<'d> {
             return Ok(Place::InPlace { registration: None, device: None, shared: true });
         };
         let register = || {
+            // Machines whose GPU uses the host's page tables do not page-lock at all; who forces it gets it.
+            let locks = matches!(device.platform().model(), MemoryModel::Discrete | MemoryModel::Hmm);
+            let start = host.as_ptr() as usize;
+            let forced = self.request.backing == Some(Backing::Registered);
+            if read_only && locks && !forced && is_file_backed(start..start.saturating_add(bytes)) {
+                return Err(Error::unsupported(
+                    "registering a map of a file",
+                    "the kernel may try to page-lock a file's pages for ever (seen on an H200's host)",
+                ));
+            }
             // SAFETY: the owner of the memory is kept beside the registration, and dropped after it.
             unsafe { Registration::new(device.context(), host, bytes, read_only) }
         };
@@ -181,7 +193,7 @@ impl<'d> TensorOptions<'d> {
         let decision = self.decide(bytes.len(), HostMemory::ReadOnly)?;
         // Ends the borrow of the `Arc`, which moves while its bytes stay.
         let (host, len) = (NonNull::from(part).cast::<u8>(), part.len());
-        let keep = |registration: Option<Registration>| Box::new((registration, Keep(owner))) as Box<dyn Any + Send>;
+        let keep = |registration| kept(registration, Keep(owner));
         // SAFETY: the `Arc` keeps the bytes where they are; it is only shared, so nobody writes to them.
         let store = unsafe { self.over_host::<T>(host, len, Some(SHARED_MEMORY), decision, keep)? };
         Ok(TransferTensor::new(store, shape))
@@ -280,7 +292,7 @@ impl<'d> TensorOptions<'d> {
             return Err(Error::new(Kind::Misaligned { what: "the address", value, align: align_of::<T>() }));
         }
         let decision = self.decide(bytes, HostMemory::Pageable)?;
-        let keep = |registration: Option<Registration>| Box::new((registration, owner)) as Box<dyn Any + Send>;
+        let keep = |registration| kept(registration, owner);
         // SAFETY: the caller's.
         let store = unsafe { self.over_host::<T>(start.cast(), bytes, None, decision, keep)? };
         Ok(TransferTensor::new(store, shape))
@@ -324,17 +336,11 @@ enum Place {
     Copy,
 }
 
-/// A `Vec` and the registration of its memory, which ends first.
-#[derive(Debug)]
-pub(super) struct RegisteredVec<T> {
-    registration: Registration,
-    values: Vec<T>,
-}
-
-impl<T> RegisteredVec<T> {
-    pub(super) fn into_vec(self) -> Vec<T> {
-        drop(self.registration);
-        self.values
+/// The owner of memory, and the registration of that memory, which ends first.
+fn kept<O: Any + Send>(registration: Option<Registration>, owner: O) -> Box<dyn Any + Send> {
+    match registration {
+        Some(registration) => Box::new(Registered::new(registration, owner)),
+        None => Box::new(owner),
     }
 }
 

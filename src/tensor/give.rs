@@ -5,8 +5,8 @@ use std::sync::Arc;
 use cudarc::driver::CudaSlice;
 
 use super::TransferTensor;
-use super::existing::{RegisteredVec, slice_region};
-use crate::driver::memory::{note_write, rehome_slice};
+use super::existing::slice_region;
+use crate::driver::memory::{Registered, note_write, rehome_slice};
 use crate::driver::{Event, Stream};
 use crate::element::Element;
 use crate::error::{Error, Refused, Result};
@@ -48,7 +48,7 @@ impl<T: Element> TransferTensor<T> {
                 Ok(values) => return Ok(values),
                 Err(region) => Arc::try_unwrap(region)?,
             };
-            region.reclaim::<RegisteredVec<T>>().map(RegisteredVec::into_vec)
+            region.reclaim::<Registered<Vec<T>>>().map(Registered::into_vec)
         });
         taken.or_else(|region| {
             self.store.with_state(|state| {

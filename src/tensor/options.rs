@@ -6,7 +6,7 @@ use super::region::{Owner, Region};
 use super::store::{State, Store, pageable_region, pinned_region};
 use super::{TransferTensor, check_elements};
 use crate::device::Device;
-use crate::driver::memory::{Managed, Registration};
+use crate::driver::memory::{Managed, Registered, Registration};
 use crate::element::{Element, bytes_of};
 use crate::error::{Error, Result};
 use crate::layout::Shape;
@@ -78,8 +78,8 @@ impl<'d> TensorOptions<'d> {
 
     /// Registers (page-locks) the memory that a tensor is made from, so that copies of it are asynchronous. Worth it for
     /// memory that is copied several times: registering 1 GiB takes some 46 ms on an H200's host. Where it is refused, copies
-    /// go through pinned staging, and [`TransferTensor::is_pinned`] says `false`. Not for maps of files that were just written:
-    /// the kernel may make it wait for their write-back.
+    /// go through pinned staging, and [`TransferTensor::is_pinned`] says `false`. On machines with
+    /// a GPU of its own memory that is so for maps of files: the kernel may try to page-lock their pages for ever.
     pub fn pin(mut self, pin: bool) -> Self {
         self.pin = pin;
         self
@@ -210,10 +210,10 @@ fn region_of(device: &Device, backing: Backing, bytes: usize) -> Result<Region> 
         Backing::Registered => {
             let block = Block::zeroed(bytes)?;
             let host = block.address();
-            // SAFETY: the block is kept beside the registration, and dropped after it (fields in order).
+            // SAFETY: the block is kept with the registration, and dropped after it.
             let registration = unsafe { Registration::new(device.context(), host, bytes, false)? };
             let address = Some(registration.device());
-            let owner = Owner::Slow(Box::new((registration, block)));
+            let owner = Owner::Slow(Box::new(Registered::new(registration, block)));
             // SAFETY: the block owns `bytes` bytes, which the device sees at the registration's address.
             unsafe { Region::new(Some(host), address, bytes, backing, Some(device.clone()), owner) }
         }

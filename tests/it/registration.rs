@@ -358,3 +358,35 @@ fn retyped_bytes_become_a_vec_with_its_own_layout() {
 fn bytes_are_aligned(tensor: &TransferTensor<u8>) -> bool {
     (tensor.host().unwrap().as_ptr() as usize).is_multiple_of(4)
 }
+
+/// R19: memory that stays registered is not freed: whoever got its address next would meet the old registration.
+#[test]
+fn memory_that_can_not_be_unregistered_is_never_freed() {
+    let Some(gpu) = Gpu::simulated(H200) else { return };
+    let sim = gpu.sim.as_ref().unwrap();
+    let options = || gpu.device.tensor().strategy(Strategy::Streamed).pin(true);
+    let shared = Arc::new(pattern(100_000, 8));
+    let of_shared = pinned_part(&gpu, &shared, 0..100_000);
+    let (dropped, given) = (vec![1u8; 50_000], vec![2u8; 50_000]);
+    let (dropped_at, given_at) = (dropped.as_ptr(), given.as_ptr());
+    let dropped = options().from_vec(dropped, [50_000]).unwrap();
+    let given = options().from_vec(given, [50_000]).unwrap();
+    let block = gpu.device.tensor().strategy(Strategy::ZeroCopy).backing(Backing::Registered).zeros::<u8>([50_000]);
+    let block = block.unwrap();
+    sim.fail_always("cuMemHostUnregister", 999);
+    drop((of_shared, dropped, block));
+    drain(&gpu.device);
+    assert_eq!(gpu.device.stats().leaked, 3);
+    assert_eq!(Arc::strong_count(&shared), 2);
+    // Somebody who wants it back gets a copy.
+    let copy = given.into_vec().unwrap();
+    assert_eq!(copy, vec![2u8; 50_000]);
+    assert_ne!(copy.as_ptr(), given_at);
+    drain(&gpu.device);
+    assert_eq!(gpu.device.stats().leaked, 4);
+    sim.clear_failures();
+    // The addresses are not given to anybody else.
+    let others: Vec<Vec<u8>> = (0..20).map(|_| vec![0u8; 50_000]).collect();
+    assert!(others.iter().all(|other| other.as_ptr() != dropped_at && other.as_ptr() != given_at));
+    gpu.context.check_err().unwrap();
+}

@@ -316,9 +316,9 @@ fn a_shared_slice_is_not_freed_under_another_threads_reader() {
         let gate = gpu.gate(&gpu.stream);
         gpu.stream.memcpy_dtod(&*slice, &mut copy).unwrap();
         drop(slice);
-        std::thread::spawn(move || drop(tensor)).join().unwrap();
-        // A real driver may let the new allocation wait for the free.
+        // A real driver may let a free, or another thread's first use of its stream, wait for the device.
         let opener = gate.open_later();
+        std::thread::spawn(move || drop(tensor)).join().unwrap();
         let recycled = other.clone_htod(&[6u8; LEN]).unwrap();
         other.synchronize().unwrap();
         drop(opener);
@@ -345,10 +345,10 @@ fn a_shared_slice_is_not_freed_under_our_reader() {
 
         let gate = gpu.gate(&slow);
         slow.memcpy_dtod(&tensor.device(&slow).unwrap(), &mut copy).unwrap();
+        // A real driver may let a free, or another thread's first use of its stream, wait for the device.
+        let opener = gate.open_later();
         std::thread::spawn(move || drop(tensor)).join().unwrap();
         drop(slice);
-        // A real driver may let the new allocation wait for the free.
-        let opener = gate.open_later();
         let recycled = other.clone_htod(&[6u8; LEN]).unwrap();
         other.synchronize().unwrap();
         drop(opener);
