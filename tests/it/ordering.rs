@@ -3,6 +3,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use cuda_sim::DeviceBuilder;
 use transfer_tensor::cudarc::driver::sys::CUresult;
@@ -62,6 +63,7 @@ fn a_dropped_source_is_read_before_its_memory_is_used_again() {
         kernels.copy(&gpu.stream, &mut target.device_mut(&gpu.stream).unwrap(), &guard);
         drop(guard);
         drop(source);
+        assert!(gpu.device.drain(Duration::from_millis(20)).is_err(), "freed under a reader");
         if gpu.sim.is_some() {
             // The simulator hands freed addresses out first. (A real driver may wait for the device here.)
             let others: Vec<_> = (0..4).map(|_| gpu.both_sides(&[0x22u8; LEN])).collect();
