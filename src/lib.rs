@@ -68,6 +68,7 @@ mod layout;
 mod os;
 mod plan;
 mod platform;
+mod pool;
 mod ranges;
 mod sync;
 #[allow(unsafe_code)]
@@ -75,7 +76,7 @@ mod tensor;
 mod trace;
 
 pub use cudarc;
-pub use device::{Device, DeviceStats};
+pub use device::{Device, DeviceBuilder, DeviceStats};
 pub use driver::managed::{Advice, Location};
 pub use element::{DType, Element};
 pub use error::{Error, Refused, Result};
@@ -84,6 +85,7 @@ pub use plan::{
     Access, Backing, ByMemory, Decision, Direction, Estimate, Figures, HostMemory, Rate, Request, Strategy, plan,
 };
 pub use platform::{Attributes, Capabilities, Detector, MemoryFigures, MemoryModel, Platform, Topology};
+pub use pool::{PinnedBuffer, PinnedPool, PoolOptions, PoolStats, WhenFull};
 pub use tensor::{
     DeviceMut, DeviceRef, DynTensor, HostMut, HostRef, SharedTensor, TensorOptions, TensorView, TensorViewMut,
     Transfer, TransferTensor,

@@ -1,5 +1,7 @@
-//! How a large copy is cut. Pure.
+//! How a large copy is cut (pure), and the threads that help with it.
 #![deny(unsafe_code)]
+
+pub(crate) mod workers;
 
 use std::ops::Range;
 

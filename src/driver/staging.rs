@@ -54,7 +54,10 @@ impl Slot {
 impl Slots {
     fn get(&mut self, context: &Arc<Context>) -> Option<&mut [Slot; 2]> {
         if matches!(self, Slots::Untried) {
-            let slot = || Pinned::alloc(context, SLOT).map(|memory| Slot { memory, busy: None });
+            let slot = || {
+                Pinned::make(context, SLOT, super::memory::Placement::default())
+                    .map(|memory| Slot { memory, busy: None })
+            };
             *self = match (slot(), slot()) {
                 (Ok(a), Ok(b)) => Slots::Ready([a, b]),
                 _ => Slots::Refused,
