@@ -12,7 +12,7 @@ use crate::driver::memory::Placement;
 use crate::driver::staging::Staging;
 use crate::driver::{Context, Driver, Pending};
 use crate::error::{Error, Result};
-use crate::plan::{Decision, Request, plan};
+use crate::plan::{Decision, Request, Tuning, plan};
 use crate::platform::{Detector, MemoryFigures, MemoryModel, Platform};
 use crate::pool::{PinnedPool, PoolOptions};
 use crate::tensor::TensorOptions;
@@ -42,6 +42,7 @@ struct Inner {
     stream: Arc<CudaStream>,
     platform: Platform,
     memory: MemoryFigures,
+    tuning: Tuning,
     waiter: Arc<Waiter>,
     pool: PinnedPool,
     up: Staging,
@@ -101,12 +102,15 @@ impl DeviceBuilder<'_> {
             map: cfg!(target_os = "linux") && discrete && platform.capabilities().can_register,
             node: platform.topology().numa_node,
         };
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let tuning = Tuning::built_in(platform.model(), cores);
         let pool = PinnedPool::new(&context, &waiter, placement, memory.host_available, self.pool)?;
         Ok(Device(Arc::new(Inner {
             context,
             stream: self.stream.clone(),
             platform,
             memory,
+            tuning,
             waiter,
             pool,
             up: Staging::default(),
@@ -194,6 +198,11 @@ impl Device {
     /// Its page-locked host memory.
     pub fn pool(&self) -> &PinnedPool {
         &self.0.pool
+    }
+
+    /// What the copy engine is set to for this device.
+    pub fn tuning(&self) -> Tuning {
+        self.0.tuning
     }
 
     /// The caller's stream that this handle was made with.
