@@ -45,14 +45,13 @@ struct Inner {
     tuning: Tuning,
     waiter: Arc<Waiter>,
     pool: PinnedPool,
-    up: Staging,
-    down: Staging,
+    staging: Staging,
 }
 
 impl Drop for Inner {
     fn drop(&mut self) {
         // An upload from pageable memory returns when the source has been read, not when the slots have been.
-        for (slot, busy) in self.up.take().into_iter().chain(self.down.take()) {
+        for (slot, busy) in self.staging.take() {
             // A forked child, or a driver that is gone: nothing is freed, and the waiter's lock may never be.
             if Driver::get().is_err() {
                 std::mem::forget(slot);
@@ -105,7 +104,9 @@ impl DeviceBuilder<'_> {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let tuning = Tuning::built_in(platform.model(), cores);
         let pool = PinnedPool::new(&context, &waiter, placement, memory.host_available, self.pool)?;
+        let staging = Staging::new(&context, &pool);
         Ok(Device(Arc::new(Inner {
+            staging,
             context,
             stream: self.stream.clone(),
             platform,
@@ -113,8 +114,6 @@ impl DeviceBuilder<'_> {
             tuning,
             waiter,
             pool,
-            up: Staging::default(),
-            down: Staging::default(),
         })))
     }
 }
@@ -236,12 +235,8 @@ impl Device {
         &self.0.waiter
     }
 
-    pub(crate) fn staging_up(&self) -> &Staging {
-        &self.0.up
-    }
-
-    pub(crate) fn staging_down(&self) -> &Staging {
-        &self.0.down
+    pub(crate) fn staging(&self) -> &Staging {
+        &self.0.staging
     }
 
     /// Whether `stream` runs on this device's context.

@@ -130,11 +130,11 @@ fn touch(mapping: &Mapping) {
 
 /// An address that may go to other threads.
 #[derive(Clone, Copy)]
-struct Address(NonNull<u8>);
+pub(super) struct Address(pub(super) NonNull<u8>);
 
 impl Address {
     /// A method, so that a closure takes the whole.
-    fn get(self) -> NonNull<u8> {
+    pub(super) fn get(self) -> NonNull<u8> {
         self.0
     }
 }

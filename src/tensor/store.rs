@@ -200,7 +200,7 @@ impl Store {
             // SAFETY: as above; the target's bytes are current nowhere else and the state is locked, so nobody looks.
             unsafe {
                 let to = to.as_ptr().add(part.start);
-                device.staging_down().down(device.context(), to, from, part.len(), &stream)?;
+                device.copy_down(to, from, part.len(), &stream)?;
             }
             target.passed(write);
             source.close(read, Arc::new(Event::record(device.context(), &stream)?));
@@ -296,7 +296,7 @@ impl Store {
             source.wait(part, false)?;
             let read = source.open(stream, part, false);
             // SAFETY: as above; the source is read before the call returns, under the state's lock.
-            unsafe { device.staging_up().up(device.context(), to, from, part.len(), stream)? };
+            unsafe { device.copy_up(to, from, part.len(), stream)? };
             // Only if the call fails may the driver still be reading.
             source.passed(read);
         }
