@@ -8,6 +8,7 @@ mod hints;
 mod host_guard;
 mod options;
 mod region;
+mod slices;
 mod store;
 mod track;
 mod transfer;
