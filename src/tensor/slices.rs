@@ -3,14 +3,31 @@
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DevicePtrMut};
+use cudarc::driver::{CudaSlice, CudaStream, CudaView, CudaViewMut, DevicePtr, DevicePtrMut};
 
+use super::{DeviceMut, DeviceRef};
 use crate::device::Device;
 use crate::driver::Stream;
 use crate::driver::memory::{alloc_device, read_address, write_address};
 use crate::element::{DType, Element, bytes_of, validate};
 use crate::error::{Error, Kind, Result};
 use crate::os::advise_huge;
+
+/// Device memory that is there for sure: cudarc's slices and views, and this crate's guards. Anybody may implement cudarc's
+/// `DevicePtr`, and give whatever address he likes.
+pub trait DeviceMemory: sealed::Sealed {}
+
+impl<S: sealed::Sealed> DeviceMemory for S {}
+
+mod sealed {
+    pub trait Sealed {}
+}
+
+impl<T> sealed::Sealed for CudaSlice<T> {}
+impl<T> sealed::Sealed for CudaView<'_, T> {}
+impl<T> sealed::Sealed for CudaViewMut<'_, T> {}
+impl<T: Element> sealed::Sealed for DeviceRef<'_, T> {}
+impl<T: Element> sealed::Sealed for DeviceMut<'_, T> {}
 
 /// Fresh memory from this size on is asked for on huge pages.
 const HUGE_FROM: usize = 4 << 20;
@@ -37,7 +54,7 @@ impl Device {
     /// # Errors
     /// The target is shorter, one of the streams belongs to another context or is being captured, or the driver refused a
     /// call; then the target may be partly written.
-    pub fn upload<T: Element, D: DevicePtrMut<T>>(
+    pub fn upload<T: Element, D: DevicePtrMut<T> + DeviceMemory>(
         &self,
         stream: &Arc<CudaStream>,
         source: &[T],
@@ -78,7 +95,7 @@ impl Device {
     ///
     /// # Errors
     /// As [`upload`](Self::upload); (`bool`) a byte is no value of the type, then the target is as it was.
-    pub fn download<T: Element, S: DevicePtr<T>>(
+    pub fn download<T: Element, S: DevicePtr<T> + DeviceMemory>(
         &self,
         stream: &Arc<CudaStream>,
         source: &S,
@@ -104,7 +121,11 @@ impl Device {
     ///
     /// # Errors
     /// As [`download`](Self::download); there is no host memory.
-    pub fn download_vec<T: Element, S: DevicePtr<T>>(&self, stream: &Arc<CudaStream>, source: &S) -> Result<Vec<T>> {
+    pub fn download_vec<T: Element, S: DevicePtr<T> + DeviceMemory>(
+        &self,
+        stream: &Arc<CudaStream>,
+        source: &S,
+    ) -> Result<Vec<T>> {
         let (len, mut values) = (source.len(), Vec::<T>::new());
         let bytes = len.saturating_mul(size_of::<T>());
         values.try_reserve_exact(len).map_err(|error| {
@@ -125,7 +146,7 @@ impl Device {
 
     /// # Safety
     /// `target` is writable for all of `source`, and nobody looks there meanwhile.
-    unsafe fn download_to<T: Element, S: DevicePtr<T>>(
+    unsafe fn download_to<T: Element, S: DevicePtr<T> + DeviceMemory>(
         &self,
         stream: &Arc<CudaStream>,
         source: &S,

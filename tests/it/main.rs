@@ -13,6 +13,7 @@ mod machines;
 mod ordering;
 mod registration;
 mod shapes;
+mod slices;
 mod soundness;
 mod support;
 mod tensor;
