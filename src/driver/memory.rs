@@ -314,13 +314,6 @@ impl<O> Drop for Registered<O> {
 /// `CudaSlice<T>` that it can become again. Its bytes are not set.
 pub(crate) fn alloc_device<T: Element>(context: &Context, stream: &Stream, elements: usize) -> Result<CudaSlice<T>> {
     let _bound = context.enter()?;
-    if elements == 0 {
-        // The driver refuses to allocate nothing.
-        let null = || stream.cuda().null::<T>();
-        return context
-            .unparked(stream.cuda().context(), "cuMemAlloc", null)?
-            .map_err(|error| cudarc_error("cuMemAlloc", error));
-    }
     // SAFETY: nobody reads the memory through this slice before it is written (`tensor::store` tracks that).
     let alloc = || unsafe { stream.cuda().alloc::<T>(elements) };
     context.unparked(stream.cuda().context(), "cuMemAlloc", alloc)?.map_err(|error| {

@@ -80,9 +80,12 @@ impl Device {
     /// As [`upload`](Self::upload).
     ///
     /// # Errors
-    /// As [`upload`](Self::upload); there is no device memory.
+    /// As [`upload`](Self::upload); there is no device memory; the source is empty (the driver allocates no 0 bytes).
     pub fn upload_new<T: Element>(&self, stream: &Arc<CudaStream>, source: &[T]) -> Result<CudaSlice<T>> {
         let queue = self.queue(stream, stream, "upload")?;
+        if source.is_empty() {
+            return Err(Error::unsupported("an empty CudaSlice", "the driver allocates no 0 bytes"));
+        }
         let mut target = alloc_device::<T>(self.context(), &queue, source.len())?;
         self.upload(stream, source, &mut target)?;
         Ok(target)

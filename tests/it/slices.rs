@@ -17,7 +17,7 @@ fn pattern(len: usize, seed: usize) -> Vec<u8> {
 fn bytes_arrive_at_every_size_and_address() {
     for profile in [H200, GH200, SPARK] {
         let gpu = Gpu::any(profile);
-        let sizes = [0, 1, 4095, 4096, (256 << 10) - 1, 256 << 10, (256 << 10) + 1, 4 * MIB, 4 * MIB + 1, 23 * MIB + 5];
+        let sizes = [1, 4095, 4096, (256 << 10) - 1, 256 << 10, (256 << 10) + 1, 4 * MIB, 4 * MIB + 1, 23 * MIB + 5];
         for len in sizes {
             for offset in [0, 1, 3, 63] {
                 let source = pattern(len + offset, offset);
@@ -57,6 +57,10 @@ fn refusals_name_the_values() {
     let mut values = [7u32; 3];
     gpu.device.download(&gpu.stream, &short.slice(1..), &mut values).unwrap();
     assert_eq!(values, [2, 7, 7]);
+    // Nothing is a valid copy, but no slice of the driver's.
+    gpu.device.upload(&gpu.stream, &[0u32; 0], &mut short).unwrap();
+    gpu.device.download(&gpu.stream, &short.slice(2..), &mut []).unwrap();
+    assert!(gpu.device.upload_new(&gpu.stream, &[0u32; 0]).unwrap_err().is_unsupported());
     drop(short);
     gpu.finish();
 }
@@ -141,7 +145,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(12))]
 
     #[test]
-    fn any_part_of_any_vec_travels(len in 0usize..3_000_000, from in 0usize..64, seed in 0usize..256) {
+    fn any_part_of_any_vec_travels(len in 1usize..3_000_000, from in 0usize..64, seed in 0usize..256) {
         let gpu = Gpu::any(H200);
         let source = pattern(len + from, seed);
         let slice = gpu.device.upload_new(&gpu.stream, &source[from..]).unwrap();
