@@ -40,6 +40,10 @@ mod with_loom {
             MutexGuard { guard: Some(self.inner()), mutex: self }
         }
 
+        pub(crate) fn get_mut(&mut self) -> &mut T {
+            self.0.get_mut().unwrap_or_else(PoisonError::into_inner)
+        }
+
         fn inner(&self) -> loom::sync::MutexGuard<'_, T> {
             self.0.lock().unwrap_or_else(PoisonError::into_inner)
         }

@@ -78,11 +78,6 @@ impl Event {
         self.wait_polling(POLL_COPY)
     }
 
-    /// As [`wait`](Event::wait), for who has other work under way and need not be prompt: sleeps from the start.
-    pub(crate) fn wait_asleep(&self) -> Result<()> {
-        self.wait_polling(Duration::ZERO)
-    }
-
     fn wait_polling(&self, poll: Duration) -> Result<()> {
         let _bound = self.context.enter()?;
         let start = Instant::now();

@@ -9,8 +9,9 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::Duration;
 
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 
 use super::context::{Context, Way};
 use super::copy;
@@ -31,6 +32,12 @@ const AWAKE: usize = 64 << 20;
 /// The parts of a copy by one thread: while one travels the next is filled.
 const SUB_PIECE: usize = 128 << 10;
 
+/// So many small uploads may be on their way; one more waits for the first.
+const IN_FLIGHT: usize = 8;
+
+/// How long a thread sleeps while the link is behind.
+const NAP: Duration = Duration::from_micros(20);
+
 /// Above this a result is written past the caches: it would not stay in them.
 const PAST_CACHES: usize = 1 << 20;
 
@@ -39,8 +46,11 @@ const PAST_CACHES: usize = 1 << 20;
 pub(crate) struct Staging {
     context: Arc<Context>,
     pool: PinnedPool,
-    /// Oldest first. At most two for each thread of the tuning, and what copies of several callers took beyond.
+    /// Those that no copy has now, oldest first: as many as copies had at one time, two for each thread.
     slots: Mutex<VecDeque<Slot>>,
+    /// Taken for calls of the driver while several threads copy: its own lock puts who waits for it to sleep, and waking up
+    /// takes longer than a piece.
+    turn: Mutex<()>,
 }
 
 #[derive(Debug)]
@@ -51,17 +61,33 @@ struct Slot {
 }
 
 impl Slot {
-    /// Waits for the copy that uses it. With `poll`, without sleeping at first.
-    fn wait(&mut self, poll: bool) -> Result<()> {
+    /// Waits for the copy that uses it, awake.
+    fn wait(&mut self) -> Result<()> {
         if let Some(event) = &self.busy {
-            if poll {
-                event.wait()?
-            } else {
-                event.wait_asleep()?
-            }
+            event.wait_awake()?;
             self.busy = None;
         }
         Ok(())
+    }
+
+    /// As [`wait`](Slot::wait), in turn with the copy's other threads; asleep, where the copy is long.
+    fn wait_in_turn(&mut self, turn: &Mutex<()>, awake: bool) -> Result<()> {
+        let Some(event) = &self.busy else { return Ok(()) };
+        loop {
+            let passed = {
+                let _turn = spin(turn);
+                event.query()?
+            };
+            if passed {
+                self.busy = None;
+                return Ok(());
+            }
+            if awake {
+                (0..200).for_each(|_| std::hint::spin_loop());
+            } else {
+                std::thread::sleep(NAP);
+            }
+        }
     }
 
     /// Whether nothing uses it.
@@ -79,7 +105,7 @@ impl Slot {
 
 impl Staging {
     pub(crate) fn new(context: &Arc<Context>, pool: &PinnedPool) -> Self {
-        Self { context: context.clone(), pool: pool.clone(), slots: Mutex::default() }
+        Self { context: context.clone(), pool: pool.clone(), slots: Mutex::default(), turn: Mutex::default() }
     }
 
     /// Takes the slots out, each with the copy that may still use it: for the end, when they are to be freed.
@@ -87,21 +113,33 @@ impl Staging {
         self.slots.get_mut().drain(..).map(|slot| (slot.memory, slot.busy)).collect()
     }
 
-    /// A slot, perhaps still busy; `None` where nothing can be pinned. `most`: how many there should be.
-    fn slot(&self, most: usize) -> Option<Slot> {
-        let mut slots = self.slots.lock();
-        // The last one used is in the CPU's caches; the oldest is free first.
-        if slots.back_mut().is_some_and(Slot::idle) {
-            return slots.pop_back();
-        }
-        if slots.front_mut().is_some_and(Slot::idle) || slots.len() >= most {
-            return slots.pop_front();
-        }
-        drop(slots);
+    /// A slot, perhaps still busy; `None` where nothing can be pinned.
+    fn slot(&self) -> Option<Slot> {
+        let oldest = self.slots.lock().pop_front();
+        oldest.or_else(|| self.new_slot())
+    }
+
+    fn new_slot(&self) -> Option<Slot> {
         match self.pool.try_acquire(STAGED_PIECE) {
             Ok(memory) => Some(Slot { memory, busy: None }),
             Err(_) => self.slots.lock().pop_front(),
         }
+    }
+
+    /// As [`slot`](Staging::slot), for one that is used alone: the last one used, if it is free, for it is in the CPU's caches.
+    fn hot_slot(&self) -> Option<Slot> {
+        let mut slots = self.slots.lock();
+        if slots.back_mut().is_some_and(Slot::idle) {
+            return slots.pop_back();
+        }
+        if slots.front_mut().is_some_and(Slot::idle) {
+            return slots.pop_front();
+        }
+        if slots.len() >= IN_FLIGHT {
+            return slots.pop_front();
+        }
+        drop(slots);
+        self.new_slot()
     }
 
     /// Gives the slots that nothing uses back to the pool; for when memory is short.
@@ -136,7 +174,7 @@ impl Staging {
         let bytes = parts.last().map_or(0, |part| part.source.end);
         // Waking others takes longer.
         if bytes <= tuning.crossover_up.min(STAGED_PIECE)
-            && let Some(slot) = self.slot(2 * tuning.threads)
+            && let Some(slot) = self.hot_slot()
         {
             // SAFETY: the caller's.
             return unsafe { self.up_once(slot, parts, source, bytes, stream) };
@@ -148,15 +186,16 @@ impl Staging {
         let parts_there = unsafe { Lent::new(parts) };
         let awake = bytes <= AWAKE;
         let each = move |job: &Job, slot: &mut Slot, piece: Range<usize>| -> Result<()> {
-            slot.wait(awake)?;
+            slot.wait_in_turn(job.turn, awake)?;
             let staged = slot.memory.get_mut(..piece.len()).ok_or_else(|| Error::overflow("a staged piece"))?;
             source_there.get().fill(piece.start, staged)?;
+            let _turn = spin(job.turn);
             // SAFETY: the caller's word for the targets; the slot stays untouched until its event has passed.
-            unsafe { submit_up(parts_there.get(), &piece, slot.host(), &job.lane)? };
-            slot.busy = Some(Arc::new(Event::record(&job.context, &job.lane)?));
+            unsafe { submit_up(parts_there.get(), &piece, slot.host(), job.lane)? };
+            slot.busy = Some(Arc::new(Event::record(job.context, job.lane)?));
             Ok(())
         };
-        let rest = self.share(pieces, tuning, Way::Up, stream, true, Box::new(Single(each)))?;
+        let rest = self.share(pieces, Way::Up, stream, true, Box::new(Single(each)))?;
         if rest < bytes {
             // SAFETY: the caller's.
             return unsafe { up_unpinned(parts, source, rest..bytes, stream) };
@@ -174,7 +213,7 @@ impl Staging {
         stream: &Stream,
     ) -> Result<()> {
         let mut step = || -> Result<()> {
-            slot.wait(true)?;
+            slot.wait()?;
             for (_, piece) in chunks(bytes, SUB_PIECE) {
                 let staged = slot.memory.get_mut(piece.clone()).ok_or_else(|| Error::overflow("a staged piece"))?;
                 source.fill(piece.start, staged)?;
@@ -185,7 +224,7 @@ impl Staging {
             Ok(())
         };
         let result = step();
-        self.settle(result.is_ok(), std::slice::from_ref(stream), [slot]);
+        self.settle(result.is_ok(), std::slice::from_ref(stream), stream, [slot]);
         result
     }
 
@@ -206,7 +245,7 @@ impl Staging {
         stream: &Stream,
     ) -> Result<()> {
         if bytes <= tuning.crossover_down.min(STAGED_PIECE)
-            && let Some(slot) = self.slot(2 * tuning.threads)
+            && let Some(slot) = self.hot_slot()
         {
             // SAFETY: the caller's.
             return unsafe { self.down_once(slot, sink, source, bytes, stream) };
@@ -216,18 +255,19 @@ impl Staging {
         let sink_there = unsafe { Lent::sink(sink) };
         let awake = bytes <= AWAKE;
         let fetch = move |job: &Job, slot: &mut Slot, piece: Range<usize>| -> Result<()> {
-            slot.wait(awake)?;
+            slot.wait_in_turn(job.turn, awake)?;
+            let _turn = spin(job.turn);
             // SAFETY: the slot is idle and stays ours until its event has passed; the source is valid by the caller's word.
-            unsafe { copy::device_to_host(slot.host(), source + piece.start as u64, piece.len(), &job.lane)? };
-            slot.busy = Some(Arc::new(Event::record(&job.context, &job.lane)?));
+            unsafe { copy::device_to_host(slot.host(), source + piece.start as u64, piece.len(), job.lane)? };
+            slot.busy = Some(Arc::new(Event::record(job.context, job.lane)?));
             Ok(())
         };
-        let empty = move |slot: &mut Slot, piece: Range<usize>| -> Result<()> {
-            slot.wait(awake)?;
+        let empty = move |job: &Job, slot: &mut Slot, piece: Range<usize>| -> Result<()> {
+            slot.wait_in_turn(job.turn, awake)?;
             let staged = slot.memory.get(..piece.len()).ok_or_else(|| Error::overflow("a staged piece"))?;
             sink_there.get().take(piece.start, staged)
         };
-        let rest = self.share(pieces, tuning, Way::Down, stream, false, Box::new(Double(fetch, empty)))?;
+        let rest = self.share(pieces, Way::Down, stream, false, Box::new(Double(fetch, empty)))?;
         if rest < bytes {
             // SAFETY: the caller's.
             return unsafe { down_unpinned(sink, source, rest..bytes, stream) };
@@ -244,7 +284,7 @@ impl Staging {
         stream: &Stream,
     ) -> Result<()> {
         let mut step = || -> Result<()> {
-            slot.wait(true)?;
+            slot.wait()?;
             let mut arrivals = Vec::with_capacity(bytes.div_ceil(SUB_PIECE));
             for (_, piece) in chunks(bytes, SUB_PIECE) {
                 // SAFETY: the slot is idle and stays ours until its events have passed; the source is the caller's word.
@@ -262,20 +302,12 @@ impl Staging {
             Ok(())
         };
         let result = step();
-        self.settle(result.is_ok(), std::slice::from_ref(stream), [slot]);
+        self.settle(result.is_ok(), std::slice::from_ref(stream), stream, [slot]);
         result
     }
 
     /// Does the pieces with several threads; where the first begins that nobody could do for want of slots.
-    fn share(
-        &self,
-        pieces: Pieces,
-        tuning: &Tuning,
-        way: Way,
-        stream: &Stream,
-        join: bool,
-        work: Box<dyn Work>,
-    ) -> Result<usize> {
+    fn share(&self, pieces: Pieces, way: Way, stream: &Stream, join: bool, work: Box<dyn Work>) -> Result<usize> {
         let lanes = Context::LANES.min(pieces.threads);
         let lanes = (0..lanes).map(|lane| self.context.lane(way, lane)).collect::<Result<Vec<_>>>()?;
         let start = Event::record(&self.context, stream)?;
@@ -292,16 +324,15 @@ impl Staging {
         });
         // SAFETY: `run` returns when no thread is in the job any more.
         let staging = unsafe { Lent::new(self) };
-        let most = 2 * tuning.threads;
         let here = job.clone();
-        Workers::get().run(pieces.threads - 1, Box::new(move || here.take_part(staging.get(), most)));
+        Workers::get().run(pieces.threads - 1, Box::new(move || here.take_part(staging.get())));
         let mut error = job.error.lock().take();
         if join && error.is_none() {
             // The caller's stream goes on when the pieces are there.
             let arrived = job.lanes.iter().try_for_each(|lane| stream.wait_for(&Event::record(&self.context, lane)?));
             error = arrived.err();
         }
-        self.settle(error.is_none(), &job.lanes, std::mem::take(&mut *job.used.lock()));
+        self.settle(error.is_none(), &job.lanes, stream, std::mem::take(&mut *job.used.lock()));
         match error {
             Some(error) => Err(error),
             None => Ok(job.next.load(Ordering::SeqCst)),
@@ -310,11 +341,15 @@ impl Staging {
 
     /// Takes slots back. After an error nothing may use them when the next copy takes them, whether or not the event of each
     /// was recorded: all that was submitted is waited for, and where that fails they are kept for ever.
-    fn settle(&self, good: bool, lanes: &[Stream], slots: impl IntoIterator<Item = Slot>) {
+    fn settle(&self, good: bool, lanes: &[Stream], stream: &Stream, slots: impl IntoIterator<Item = Slot>) {
         if good {
             return self.give(slots);
         }
         let idle = lanes.iter().map(Stream::synchronize).fold(Ok(()), Result::and);
+        if idle.is_err() {
+            // What is waited for later is the caller's stream: it comes after them, if that can be said.
+            let _ = lanes.iter().try_for_each(|lane| stream.wait_for(&Event::record(&self.context, lane)?));
+        }
         for mut slot in slots {
             slot.busy = None;
             match idle {
@@ -326,9 +361,21 @@ impl Staging {
 }
 
 /// What one thread needs for its pieces.
-struct Job {
-    context: Arc<Context>,
-    lane: Stream,
+struct Job<'j> {
+    context: &'j Arc<Context>,
+    lane: &'j Stream,
+    turn: &'j Mutex<()>,
+}
+
+/// Takes a lock that is held for a few microseconds, without sleeping.
+fn spin(turn: &Mutex<()>) -> MutexGuard<'_, ()> {
+    for _ in 0..1000 {
+        if let Some(guard) = turn.try_lock() {
+            return guard;
+        }
+        (0..20).for_each(|_| std::hint::spin_loop());
+    }
+    turn.lock()
 }
 
 /// What is done with a thread's two slots.
@@ -337,7 +384,7 @@ trait Work: Send + Sync {
     fn begin(&self, job: &Job, slot: &mut Slot, piece: Range<usize>) -> Result<()>;
 
     /// Ends it.
-    fn end(&self, slot: &mut Slot, piece: Range<usize>) -> Result<()>;
+    fn end(&self, job: &Job, slot: &mut Slot, piece: Range<usize>) -> Result<()>;
 }
 
 /// Nothing is left to do when a piece is submitted.
@@ -348,7 +395,7 @@ impl<F: Fn(&Job, &mut Slot, Range<usize>) -> Result<()> + Send + Sync> Work for 
         (self.0)(job, slot, piece)
     }
 
-    fn end(&self, _: &mut Slot, _: Range<usize>) -> Result<()> {
+    fn end(&self, _: &Job, _: &mut Slot, _: Range<usize>) -> Result<()> {
         Ok(())
     }
 }
@@ -359,14 +406,14 @@ struct Double<F, E>(F, E);
 impl<F, E> Work for Double<F, E>
 where
     F: Fn(&Job, &mut Slot, Range<usize>) -> Result<()> + Send + Sync,
-    E: Fn(&mut Slot, Range<usize>) -> Result<()> + Send + Sync,
+    E: Fn(&Job, &mut Slot, Range<usize>) -> Result<()> + Send + Sync,
 {
     fn begin(&self, job: &Job, slot: &mut Slot, piece: Range<usize>) -> Result<()> {
         (self.0)(job, slot, piece)
     }
 
-    fn end(&self, slot: &mut Slot, piece: Range<usize>) -> Result<()> {
-        (self.1)(slot, piece)
+    fn end(&self, job: &Job, slot: &mut Slot, piece: Range<usize>) -> Result<()> {
+        (self.1)(job, slot, piece)
     }
 }
 
@@ -385,25 +432,25 @@ struct Shared {
 
 impl Shared {
     /// What each thread does: takes two slots, then piece after piece, each begun before the one before it is ended.
-    fn take_part(&self, staging: &Staging, most: usize) {
+    fn take_part(&self, staging: &Staging) {
         let came = self.came.fetch_add(1, Ordering::Relaxed);
         let Some(lane) = self.lanes.get(came % self.lanes.len().max(1)) else { return };
         let mut slots = Vec::with_capacity(2);
-        if let Err(error) = self.pieces_of_one(staging, most, lane, &mut slots) {
+        if let Err(error) = self.pieces_of_one(staging, lane, &mut slots) {
             self.failed.store(true, Ordering::SeqCst);
             self.error.lock().get_or_insert(error);
         }
         self.used.lock().append(&mut slots);
     }
 
-    fn pieces_of_one(&self, staging: &Staging, most: usize, lane: &Stream, slots: &mut Vec<Slot>) -> Result<()> {
+    fn pieces_of_one(&self, staging: &Staging, lane: &Stream, slots: &mut Vec<Slot>) -> Result<()> {
         let context = &staging.context;
         let _bound = context.to_submit()?;
-        let job = Job { context: context.clone(), lane: lane.clone() };
+        let job = Job { context, lane, turn: &staging.turn };
         let mut begun: Option<(usize, Range<usize>)> = None;
         loop {
             if slots.len() < 2 {
-                slots.extend(staging.slot(most));
+                slots.extend(staging.slot());
             }
             let index = match (&begun, slots.len()) {
                 (_, 0) => return Ok(()),
@@ -414,7 +461,7 @@ impl Shared {
             if slots.len() == 1
                 && let Some((index, piece)) = begun.take()
             {
-                self.end(slots, index, piece)?;
+                self.end(&job, slots, index, piece)?;
             }
             let piece = if self.failed.load(Ordering::SeqCst) { None } else { self.claim() };
             if let Some(piece) = &piece
@@ -424,7 +471,7 @@ impl Shared {
             }
             let last = piece.is_none();
             if let Some((index, piece)) = std::mem::replace(&mut begun, piece.map(|piece| (index, piece))) {
-                self.end(slots, index, piece)?;
+                self.end(&job, slots, index, piece)?;
             }
             if last {
                 return Ok(());
@@ -437,8 +484,8 @@ impl Shared {
         self.pieces.at(self.next.fetch_update(Ordering::SeqCst, Ordering::SeqCst, end).ok()?)
     }
 
-    fn end(&self, slots: &mut [Slot], index: usize, piece: Range<usize>) -> Result<()> {
-        slots.get_mut(index).map_or(Ok(()), |slot| self.work.end(slot, piece))
+    fn end(&self, job: &Job, slots: &mut [Slot], index: usize, piece: Range<usize>) -> Result<()> {
+        slots.get_mut(index).map_or(Ok(()), |slot| self.work.end(job, slot, piece))
     }
 }
 

@@ -197,6 +197,7 @@ impl PinnedPool {
     /// # Errors
     /// As [`acquire`](Self::acquire).
     pub fn acquire_or(&self, bytes: usize, when_full: WhenFull) -> Result<PinnedBuffer> {
+        Driver::get()?;
         if bytes == 0 {
             return Ok(PinnedBuffer { block: None, len: 0, pool: self.clone() });
         }
@@ -278,7 +279,7 @@ impl PinnedPool {
     /// may wait for the device.
     pub fn trim(&self, keep: u64) -> u64 {
         let mut freed = 0;
-        while self.0.shelf.idle() > keep {
+        while Driver::get().is_ok() && self.0.shelf.idle() > keep {
             let Some(block) = self.0.shelf.evict() else { break };
             freed += block.capacity() as u64;
             self.free(vec![block]);
@@ -327,8 +328,10 @@ impl PinnedPool {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        while let Some(block) = self.shelf.evict() {
-            if Driver::get().is_err() {
+        // A forked child, or a driver that is gone: nothing can be freed, and a lock may never be.
+        let usable = Driver::get().is_ok();
+        for block in self.shelf.drain() {
+            if !usable {
                 std::mem::forget(block);
                 continue;
             }

@@ -165,6 +165,12 @@ impl<B: Block> Shelf<B> {
         Some(block)
     }
 
+    /// All idle blocks, for the end; without a lock.
+    pub(crate) fn drain(&mut self) -> Vec<B> {
+        let classes = self.classes.iter_mut().chain([&mut self.large]);
+        classes.flat_map(|class| std::mem::take(class.get_mut())).collect()
+    }
+
     /// Takes back a block that nothing uses.
     pub(crate) fn put(&self, block: B) {
         self.shelve(block);

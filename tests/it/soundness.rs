@@ -316,9 +316,14 @@ fn a_shared_slice_is_not_freed_under_another_threads_reader() {
         let gate = gpu.gate(&gpu.stream);
         gpu.stream.memcpy_dtod(&*slice, &mut copy).unwrap();
         drop(slice);
-        // A real driver may let a free, or another thread's first use of its stream, wait for the device.
-        let opener = gate.open_later();
-        std::thread::spawn(move || drop(tensor)).join().unwrap();
+        // A real driver may let a free, or another thread's first use of its stream, wait for the device; and it hangs where a
+        // thread ends whose default stream is not idle.
+        let (opener, its) = (gate.open_later(), gpu.sim.is_none().then(|| gpu.stream.clone()));
+        let drops = move || {
+            drop(tensor);
+            its.map_or(Ok(()), |stream| stream.synchronize()).unwrap();
+        };
+        std::thread::spawn(drops).join().unwrap();
         let recycled = other.clone_htod(&[6u8; LEN]).unwrap();
         other.synchronize().unwrap();
         drop(opener);
