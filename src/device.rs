@@ -11,7 +11,7 @@ use crate::driver::context::cudarc_error;
 use crate::driver::staging::Staging;
 use crate::driver::{Context, Driver, Pending};
 use crate::error::{Error, Result};
-use crate::plan::{Decision, Request, plan};
+use crate::plan::{Decision, Request, Tuning, plan};
 use crate::platform::{Detector, MemoryFigures, Platform};
 use crate::tensor::TensorOptions;
 
@@ -40,6 +40,7 @@ struct Inner {
     stream: Arc<CudaStream>,
     platform: Platform,
     memory: MemoryFigures,
+    tuning: Tuning,
     waiter: Waiter,
     up: Staging,
     down: Staging,
@@ -92,11 +93,14 @@ impl Device {
         Driver::get()?;
         let platform = detector.detect_in(stream.context());
         let memory = platform.memory_in(stream.context());
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let tuning = Tuning::built_in(platform.model(), cores);
         Ok(Self(Arc::new(Inner {
             context: Context::new(stream.context().clone()),
             stream: stream.clone(),
             platform,
             memory,
+            tuning,
             waiter: Waiter::new(),
             up: Staging::default(),
             down: Staging::default(),
@@ -141,6 +145,11 @@ impl Device {
     /// What the machine is and what it can do.
     pub fn platform(&self) -> &Platform {
         &self.0.platform
+    }
+
+    /// What the copy engine is set to for this device.
+    pub fn tuning(&self) -> Tuning {
+        self.0.tuning
     }
 
     /// The caller's stream that this handle was made with.

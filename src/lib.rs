@@ -81,7 +81,8 @@ pub use element::{DType, Element};
 pub use error::{Error, Refused, Result};
 pub use layout::Shape;
 pub use plan::{
-    Access, Backing, ByMemory, Decision, Direction, Estimate, Figures, HostMemory, Rate, Request, Strategy, plan,
+    Access, Backing, ByMemory, Decision, Direction, Estimate, Figures, HostMemory, Rate, Request, Strategy, Tuning,
+    plan,
 };
 pub use platform::{Attributes, Capabilities, Detector, MemoryFigures, MemoryModel, Platform, Topology};
 pub use tensor::{
