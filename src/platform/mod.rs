@@ -11,14 +11,16 @@ mod detect;
 mod host;
 mod memory;
 mod model;
+mod topology;
 
 pub use detect::Detector;
-pub use host::Topology;
 pub use memory::MemoryFigures;
 pub use model::{Attributes, Capabilities, MemoryModel};
+pub use topology::Topology;
 
 pub(crate) use memory::DriverMemory;
 pub(crate) use model::{Route, Routes};
+pub(crate) use topology::Ceiling;
 
 /// One device and the host around it, as plain data.
 ///
@@ -127,6 +129,7 @@ impl Platform {
         let model = attributes.model();
         let compute_capability = attributes.compute_capability();
         let positive = |value: Option<i32>| value.and_then(|value| u32::try_from(value).ok()).unwrap_or(0);
+        let host_node = attributes.host_numa_id.and_then(|node| u32::try_from(node).ok());
         let wsl = host::is_wsl(&fs_root);
         if wsl {
             all.push("WSL: the total of page-locked memory is limited, to about 0.5 to 1 GiB".into());
@@ -148,7 +151,7 @@ impl Platform {
             l2_bytes: positive(attributes.l2_cache_bytes).into(),
             multiprocessors: positive(attributes.multiprocessor_count),
             attributes,
-            topology: host::topology(&fs_root, pci_bus_id),
+            topology: host::topology(&fs_root, pci_bus_id, host_node),
             wsl,
             figures: Figures::built_in(model, compute_capability),
             notes: all,
@@ -157,11 +160,20 @@ impl Platform {
         }
     }
 
-    /// Replaces the built-in figures, for instance by measured ones.
+    /// Replaces the built-in figures, for instance by measured ones. A rate that the link can not carry is cut to what it
+    /// can, and one that is no rate counts as none; the [`notes`](Platform::notes) say so.
     #[must_use]
-    pub fn with_figures(mut self, figures: Figures) -> Self {
+    pub fn with_figures(mut self, mut figures: Figures) -> Self {
+        let behind_the_link = matches!(self.model, MemoryModel::Coherent | MemoryModel::Hmm | MemoryModel::Discrete);
+        self.notes.extend(figures.clamp(&self.ceiling(), behind_the_link));
         self.figures = figures;
         self
+    }
+
+    /// The most that a copy between host and device could reach one way.
+    pub(crate) fn ceiling(&self) -> Ceiling {
+        let memory = Figures::built_in(self.model, self.compute_capability).device_memory.gbs;
+        Ceiling::of(self.model, &self.topology, memory)
     }
 
     /// Forces a strategy for every plan on this platform, beating the environment; a request's own beats this.
@@ -310,8 +322,8 @@ impl fmt::Display for Platform {
         }
         if let Some(id) = &self.topology.pci_bus_id {
             write!(f, "\n  PCI           {id}")?;
-            if let (Some(speed), Some(width)) = (&self.topology.link_speed, self.topology.link_width) {
-                write!(f, ", {speed} x{width}")?;
+            if let Some(link) = self.topology.link() {
+                write!(f, ", {link}")?;
             }
             if let Some(node) = self.topology.numa_node {
                 write!(f, ", NUMA node {node}")?;
