@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use cudarc::driver::{CudaContext, CudaStream};
 
+use crate::calibrate::{self, Wish};
 use crate::complete::{Waiter, free_later};
 use crate::driver::context::cudarc_error;
 use crate::driver::staging::Staging;
@@ -41,6 +42,7 @@ struct Inner {
     platform: Platform,
     memory: MemoryFigures,
     tuning: Tuning,
+    calibration: calibrate::State,
     waiter: Waiter,
     up: Staging,
     down: Staging,
@@ -91,20 +93,38 @@ impl Device {
     /// As [`new`](Device::new).
     pub fn with_detector(stream: &Arc<CudaStream>, detector: &Detector) -> Result<Self> {
         Driver::get()?;
-        let platform = detector.detect_in(stream.context());
+        let wish = detector.calibrate();
+        let mut platform = detector.detect_in(stream.context());
+        if let Wish::Unknown(word) = &wish {
+            platform =
+                platform.with_note(format!("TRANSFER_TENSOR_CALIBRATE is {word:?}, not 0, 1 or force: not calibrated"));
+        }
+        let mut device = Self::with_platform(stream, detector, platform);
+        if matches!(wish, Wish::Yes | Wish::Force)
+            && let Err(error) = device.calibrated(wish == Wish::Force)
+            && let Some(inner) = Arc::get_mut(&mut device.0)
+        {
+            let platform = inner.platform.clone();
+            inner.platform = platform.with_note(format!("not calibrated, built-in figures are used: {error}"));
+        }
+        Ok(device)
+    }
+
+    fn with_platform(stream: &Arc<CudaStream>, detector: &Detector, platform: Platform) -> Self {
         let memory = platform.memory_in(stream.context());
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let tuning = Tuning::built_in(platform.model(), cores);
-        Ok(Self(Arc::new(Inner {
+        Self(Arc::new(Inner {
             context: Context::new(stream.context().clone()),
             stream: stream.clone(),
             platform,
             memory,
             tuning,
+            calibration: calibrate::State::new(detector.cache()),
             waiter: Waiter::new(),
             up: Staging::default(),
             down: Staging::default(),
-        })))
+        }))
     }
 
     /// The device with this ordinal: its primary context and default stream.
@@ -131,9 +151,9 @@ impl Device {
         // at first.
         let small = request.bytes < self.0.memory.free_bytes / 1024;
         if small {
-            plan(&self.0.platform, &self.0.memory, request)
+            plan(self.platform(), &self.0.memory, request)
         } else {
-            plan(&self.0.platform, &self.memory(), request)
+            plan(self.platform(), &self.memory(), request)
         }
     }
 
@@ -142,14 +162,14 @@ impl Device {
         self.0.platform.memory_in(self.0.context.cuda())
     }
 
-    /// What the machine is and what it can do.
+    /// What the machine is and what it can do; with what was measured, once it was [calibrated](Device::calibrate).
     pub fn platform(&self) -> &Platform {
-        &self.0.platform
+        self.0.calibration.platform().unwrap_or(&self.0.platform)
     }
 
     /// What the copy engine is set to for this device.
     pub fn tuning(&self) -> Tuning {
-        self.0.tuning
+        self.0.calibration.tuning().unwrap_or(self.0.tuning)
     }
 
     /// The caller's stream that this handle was made with.
@@ -177,6 +197,10 @@ impl Device {
 
     pub(crate) fn context(&self) -> &Arc<Context> {
         &self.0.context
+    }
+
+    pub(crate) fn calibration_state(&self) -> &calibrate::State {
+        &self.0.calibration
     }
 
     pub(crate) fn waiter(&self) -> &Waiter {

@@ -46,7 +46,7 @@
 //!
 //! # Crate features
 //!
-//! - `serde` (default): reports and decisions implement `Serialize`.
+//! - `serde` (default): reports and decisions implement `Serialize`, and calibrations are kept on disk.
 //! - `half`, `float8`: their types as elements.
 //! - `dynamic-linking`: link libcuda at build time instead of loading it at run time.
 //! - `nvtx`: NVTX ranges with byte counts around uploads, downloads and waits, in the domain `transfer-tensor`; its build needs
@@ -54,6 +54,7 @@
 #![deny(unsafe_code)]
 #![cfg_attr(not(test), deny(clippy::disallowed_methods))]
 
+mod calibrate;
 #[allow(unsafe_code)]
 mod complete;
 mod copy;
@@ -74,6 +75,7 @@ mod sync;
 mod tensor;
 mod trace;
 
+pub use calibrate::{Calibration, Scaling};
 pub use cudarc;
 pub use device::{Device, DeviceStats};
 pub use driver::managed::{Advice, Location};

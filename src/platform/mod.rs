@@ -3,7 +3,9 @@
 
 use std::fmt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
+use crate::calibrate::Calibration;
 use crate::error::{Error, Result};
 use crate::plan::{Figures, Strategy};
 
@@ -51,6 +53,7 @@ pub struct Platform {
     topology: Topology,
     wsl: bool,
     figures: Figures,
+    calibration: Option<Arc<Calibration>>,
     notes: Vec<String>,
     #[cfg_attr(feature = "serde", serde(skip))]
     forced: Forced,
@@ -107,6 +110,7 @@ impl Platform {
             topology: Topology::default(),
             wsl: false,
             figures: Figures::built_in(MemoryModel::HostOnly, None),
+            calibration: None,
             notes: vec![reason.into()],
             forced: Forced::No,
             fs_root: PathBuf::from("/"),
@@ -154,6 +158,7 @@ impl Platform {
             topology: host::topology(&fs_root, pci_bus_id, host_node),
             wsl,
             figures: Figures::built_in(model, compute_capability),
+            calibration: None,
             notes: all,
             forced: Forced::No,
             fs_root,
@@ -174,6 +179,34 @@ impl Platform {
     pub(crate) fn ceiling(&self) -> Ceiling {
         let memory = Figures::built_in(self.model, self.compute_capability).device_memory.gbs;
         Ceiling::of(self.model, &self.topology, memory)
+    }
+
+    /// Plans with what was measured.
+    pub(crate) fn with_calibration(mut self, calibration: Arc<Calibration>) -> Self {
+        self.figures = calibration.figures(&self.figures, self.model);
+        self.calibration = Some(calibration);
+        self
+    }
+
+    /// What was measured on this device, where its [`Device`](crate::Device) was calibrated.
+    pub fn calibration(&self) -> Option<&Calibration> {
+        self.calibration.as_deref()
+    }
+
+    pub(crate) fn with_note(mut self, note: String) -> Self {
+        self.notes.push(note);
+        self
+    }
+
+    /// The topology as it is now: links slow down when idle.
+    pub(crate) fn topology_now(&self) -> Topology {
+        let host_node = self.attributes.host_numa_id.and_then(|node| u32::try_from(node).ok());
+        host::topology(&self.fs_root, self.topology.pci_bus_id.clone(), host_node)
+    }
+
+    /// The version of the kernel's driver, where the system tells it.
+    pub(crate) fn kernel_driver(&self) -> Option<String> {
+        host::kernel_driver(&self.fs_root)
     }
 
     /// Forces a strategy for every plan on this platform, beating the environment; a request's own beats this.
@@ -334,6 +367,16 @@ impl fmt::Display for Platform {
         }
         for (name, value) in self.capabilities.flags() {
             write!(f, "\n  {name:<24}{}", if value { "yes" } else { "no" })?;
+        }
+        if let Some(calibration) = &self.calibration {
+            write!(f, "\n  measured      {calibration}")?;
+            match &calibration.cached_in {
+                Some(path) => write!(f, "\n                read from {}", path.display())?,
+                None => write!(f, "\n                in {:.2} s", calibration.took_seconds)?,
+            }
+            for note in &calibration.notes {
+                write!(f, "\n                {note}")?;
+            }
         }
         for note in &self.notes {
             write!(f, "\n  note: {note}")?;
