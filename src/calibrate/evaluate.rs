@@ -162,13 +162,13 @@ fn best(all: &[Staged]) -> Option<&Staged> {
 /// The size from which on our way is taken: where the sum over all sizes of what a wrong choice costs, as a share of the
 /// better time, is least. So one odd sample does not move it far. `usize::MAX` where the driver's way always is as good.
 fn crossover(contests: &[Contest]) -> Option<usize> {
-    let mut known = contests.iter().filter_map(|contest| {
+    let known = contests.iter().filter_map(|contest| {
         let (driver, staged) = (median(contest.driver.iter().copied())?, median(contest.staged.iter().copied())?);
         // Above zero: the driver loses.
         positive(driver / staged).map(|ratio| (contest.bytes, ratio.ln()))
     });
     // The driver's way for all sizes costs nothing yet; each size that goes our way instead adds what that costs or gains.
-    let mut sizes: Vec<(usize, f64)> = known.by_ref().collect();
+    let mut sizes: Vec<(usize, f64)> = known.collect();
     sizes.sort_by_key(|(bytes, _)| *bytes);
     if sizes.is_empty() {
         return None;

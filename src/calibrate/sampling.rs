@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use super::evaluate::{Contest, Sample, Samples, Staged};
 use crate::device::Device;
 use crate::driver::Way;
-use crate::driver::measure::{Rig, Sizes};
+use crate::driver::measure::{PIECE, Rig, Sizes};
 use crate::error::Result;
 use crate::platform::MemoryModel;
 
@@ -57,6 +57,7 @@ pub(super) fn measure(device: &Device) -> Result<Samples> {
     let mut samples = Samples::default();
     let session = Session { device, rig: &rig, start };
     session.link(&mut samples)?;
+    session.memcpy(&mut samples, most)?;
     session.by_driver(&mut samples)?;
     if platform.model() == MemoryModel::Coherent {
         samples.notes.push("ordinary memory is copied the driver's way: the device reads it over the link".into());
@@ -64,7 +65,6 @@ pub(super) fn measure(device: &Device) -> Result<Samples> {
         session.staged(&mut samples, most)?;
         session.contests(&mut samples)?;
     }
-    session.memcpy(&mut samples, most)?;
     Ok(samples)
 }
 
@@ -98,7 +98,7 @@ impl Session<'_> {
             rates.rotate_left(1);
             rates[3] = rate;
             let fitting = (rate * LINK_TIME) as usize;
-            let next = fitting.next_power_of_two().clamp(*LINK.start(), *LINK.end());
+            let next = fitting.next_power_of_two().clamp(*LINK.start(), *LINK.end()).min(self.rig.largest());
             let most = rates.iter().copied().fold(0.0, f64::max);
             let stable = bytes == next && rates.iter().all(|rate| *rate >= 0.98 * most);
             bytes = next;
@@ -114,15 +114,15 @@ impl Session<'_> {
     fn link(&self, samples: &mut Samples) -> Result<()> {
         let up = self.warm(Way::Up)?;
         let sample = |way, bytes| Ok(Sample { bytes, seconds: self.rig.link(way, bytes, 1)? });
-        samples.up = repeated(7, || sample(Way::Up, up))?;
-        samples.down = repeated(7, || sample(Way::Down, up))?;
+        samples.up = repeated(5, || sample(Way::Up, up))?;
+        samples.down = repeated(5, || sample(Way::Down, up))?;
         // Both are to end at the same time, also where one direction is slower.
         let seconds = |all: &[Sample]| all.iter().map(|sample| sample.seconds).fold(f64::INFINITY, f64::min);
         let ratio = seconds(&samples.up) / seconds(&samples.down);
         let share = |ratio: f64| if ratio.is_finite() { (up as f64 * ratio.clamp(0.1, 1.0)) as usize } else { up };
         let (there, back) = (share(1.0 / ratio), share(ratio));
         let both = || Ok(Sample { bytes: 4 * (there + back), seconds: self.rig.both(there, back, 4)? });
-        samples.both = repeated(5, both)?;
+        samples.both = repeated(3, both)?;
         let latency = |way| repeated(33, || Ok(self.rig.latency(way, 4 * KIB)?.as_secs_f64()));
         samples.latency_up = latency(Way::Up)?;
         samples.latency_down = latency(Way::Down)?;
@@ -200,8 +200,9 @@ impl Session<'_> {
             if self.is_over(&format!("copying on the host by {threads} threads"), &mut samples.notes) {
                 return Ok(());
             }
-            let bytes = 32 * MIB * threads.min(4);
-            let one = || Ok(Sample { bytes, seconds: self.rig.memcpy(threads, bytes)?.as_secs_f64() });
+            let pieces = if threads == 1 { 16 } else { 8 };
+            let bytes = threads * pieces * PIECE;
+            let one = || Ok(Sample { bytes, seconds: self.rig.memcpy(threads, pieces)?.as_secs_f64() });
             samples.memcpy.push((threads, repeated(2, one)?));
         }
         Ok(())

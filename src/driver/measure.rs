@@ -22,6 +22,9 @@ use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::os::Block;
 
+/// What a thread copies at once when copying on the host is timed, in bytes.
+pub(crate) const PIECE: usize = 1 << 20;
+
 /// The memory that a calibration copies between, and the streams it copies on. Both streams are idle between two calls that
 /// succeeded; dropping it waits for them.
 #[derive(Debug)]
@@ -224,11 +227,15 @@ impl Rig {
         Ok(f64::from(milliseconds) * 1e-3)
     }
 
+    /// The largest copy that [`link`](Rig::link) and [`both`](Rig::both) make, in bytes: half of each memory.
+    pub(crate) fn largest(&self) -> usize {
+        self.memory.as_ref().map_or(0, |memory| memory.pinned_bytes.min(memory.bytes) / 2)
+    }
+
     /// Seconds on the device's clock that `times` copies of `bytes` bytes from or to page-locked memory take, one behind the
-    /// other. At most half the page-locked memory is copied.
+    /// other; of at most the [`largest`](Rig::largest) size.
     pub(crate) fn link(&self, way: Way, bytes: usize, times: usize) -> Result<f64> {
-        let memory = self.memory()?;
-        let bytes = bytes.min(memory.pinned_bytes / 2).min(self.device_half()?);
+        let bytes = bytes.min(self.largest());
         let (host, offset) = self.half(way)?;
         let (lane, stream) = (self.lane(way)?, self.stream(way));
         {
@@ -246,8 +253,7 @@ impl Rig {
 
     /// Seconds on the device's clock until both directions have made `times` copies at once.
     pub(crate) fn both(&self, up: usize, down: usize, times: usize) -> Result<f64> {
-        let memory = self.memory()?;
-        let most = (memory.pinned_bytes / 2).min(self.device_half()?);
+        let most = self.largest();
         let (to, from) = (self.half(Way::Up)?, self.half(Way::Down)?);
         let (up_lane, down_lane) = (self.lane(Way::Up)?, self.lane(Way::Down)?);
         {
@@ -267,24 +273,20 @@ impl Rig {
         self.elapsed()
     }
 
-    fn device_half(&self) -> Result<usize> {
-        self.memory().map(|memory| memory.bytes / 2)
-    }
-
     /// This direction's half of the page-locked memory and of the device's.
     fn half(&self, way: Way) -> Result<(*mut u8, usize)> {
-        let (host, bytes) = self.memory().map(|memory| (memory.pinned.host(), memory.pinned_bytes / 2))?;
+        let (host, half) = (self.memory()?.pinned.host(), self.largest());
         match way {
             Way::Up => Ok((host, 0)),
-            // SAFETY: the middle of the block.
-            Way::Down => Ok((unsafe { host.add(bytes) }, self.device_half()?)),
+            // SAFETY: at most the middle of the block.
+            Way::Down => Ok((unsafe { host.add(half) }, half)),
         }
     }
 
     /// How long the caller waits for one copy of `bytes` bytes of page-locked memory.
     pub(crate) fn latency(&self, way: Way, bytes: usize) -> Result<Duration> {
         let (host, offset) = self.half(way)?;
-        let bytes = bytes.min(self.device_half()?).min(self.memory()?.pinned_bytes / 2);
+        let bytes = bytes.min(self.largest());
         let lane = self.lane(way)?;
         let start = Instant::now();
         let event = {
@@ -368,9 +370,8 @@ impl Rig {
         taken
     }
 
-    /// How long `threads` threads take to copy `bytes` bytes in all from ordinary to page-locked memory.
-    pub(crate) fn memcpy(&self, threads: usize, bytes: usize) -> Result<Duration> {
-        const PIECE: usize = 1 << 20;
+    /// How long `threads` threads take to copy `pieces` pieces of [`PIECE`] bytes each from ordinary to page-locked memory.
+    pub(crate) fn memcpy(&self, threads: usize, pieces: usize) -> Result<Duration> {
         let memory = self.memory()?;
         let threads = threads.max(1);
         let (from, to) = (memory.bytes / threads / PIECE, memory.pinned_bytes / threads / PIECE);
@@ -379,7 +380,7 @@ impl Rig {
         }
         let (source, target) = (Shared(memory.pageable.address().as_ptr()), Shared(memory.pinned.host()));
         crew(threads, &|worker| {
-            for index in 0..bytes / threads / PIECE {
+            for index in 0..pieces {
                 let read = (worker * from + index % from) * PIECE;
                 let write = (worker * to + index % to) * PIECE;
                 // SAFETY: this thread's part of both blocks; the streams are idle.
