@@ -59,6 +59,9 @@ pub(crate) struct Samples {
     pub(crate) up: Vec<Sample>,
     pub(crate) down: Vec<Sample>,
     pub(crate) both: Vec<Sample>,
+    /// Copies of 4 KiB, either way, on the device's clock, in seconds.
+    pub(crate) small: Vec<f64>,
+    /// The same, as the caller waits.
     pub(crate) latency_up: Vec<f64>,
     pub(crate) latency_down: Vec<f64>,
     pub(crate) driver_up: Vec<Sample>,
@@ -77,6 +80,7 @@ pub(crate) struct Evaluated {
     pub(crate) up: Option<f64>,
     pub(crate) down: Option<f64>,
     pub(crate) both: Option<f64>,
+    pub(crate) small: Option<f64>,
     pub(crate) latency_up: Option<f64>,
     pub(crate) latency_down: Option<f64>,
     pub(crate) driver_up: Option<f64>,
@@ -135,6 +139,7 @@ pub(crate) fn evaluate(samples: &Samples, ceiling: &Ceiling, built_in: Tuning) -
         up,
         down,
         both,
+        small: latency(&samples.small),
         latency_up,
         latency_down,
         driver_up,

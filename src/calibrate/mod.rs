@@ -54,6 +54,8 @@ pub struct Calibration {
     pub device_to_host: f64,
     /// Both directions at once, together.
     pub both_ways: Option<f64>,
+    /// How long a copy of 4 KiB, either way, takes the device: what a copy costs however small it is.
+    pub small_copy: Option<f64>,
     /// How long the caller waits for a copy of 4 KiB to the device.
     pub latency_to_device: Option<f64>,
     /// How long the caller waits for a copy of 4 KiB from the device.
@@ -106,7 +108,7 @@ impl Calibration {
             figures.pageable_to_device = figures.driver_pageable_to_device;
             figures.device_to_pageable = figures.driver_device_to_pageable;
         }
-        figures.copy_latency = self.latency_to_device.unwrap_or(base.copy_latency);
+        figures.copy_latency = self.small_copy.unwrap_or(base.copy_latency);
         let alone = self.memcpy.iter().find(|scaling| scaling.threads == 1).map(|scaling| scaling.gbs);
         figures.host_copy = known(alone, base.host_copy);
         if matches!(model, MemoryModel::Coherent | MemoryModel::Hmm | MemoryModel::Discrete) {
@@ -133,7 +135,7 @@ impl Calibration {
             self.driver_pageable_to_device,
             self.driver_device_to_pageable,
         ]);
-        let times = [self.latency_to_device, self.latency_to_host, Some(self.took_seconds)];
+        let times = [self.small_copy, self.latency_to_device, self.latency_to_host, Some(self.took_seconds)];
         same && one_way.flatten().all(|rate| within(ceiling.gbs)(&rate))
             && self.both_ways.iter().all(within(2.0 * ceiling.gbs))
             && times.iter().flatten().all(within(60.0))
@@ -152,7 +154,10 @@ impl fmt::Display for Calibration {
             write!(f, ", {both:.1} both ways at once")?;
         }
         if let (Some(up), Some(down)) = (self.latency_to_device, self.latency_to_host) {
-            write!(f, "; latency {:.1} µs, {:.1} back", up * 1e6, down * 1e6)?;
+            write!(f, "; 4 KiB in {:.1} µs, {:.1} back", up * 1e6, down * 1e6)?;
+        }
+        if let Some(small) = self.small_copy {
+            write!(f, ", of which the device takes {:.1}", small * 1e6)?;
         }
         for (what, up, down) in [
             ("pageable, staged", self.pageable_to_device, self.device_to_pageable),
@@ -335,6 +340,7 @@ impl Device {
             host_to_device: found.up.ok_or_else(unusable)?,
             device_to_host: found.down.ok_or_else(unusable)?,
             both_ways: found.both,
+            small_copy: found.small,
             latency_to_device: found.latency_up,
             latency_to_host: found.latency_down,
             pageable_to_device: found.staged_up,

@@ -123,6 +123,8 @@ impl Session<'_> {
         let (there, back) = (share(1.0 / ratio), share(ratio));
         let both = || Ok(Sample { bytes: 4 * (there + back), seconds: self.rig.both(there, back, 4)? });
         samples.both = repeated(3, both)?;
+        let small = |way| repeated(17, || Ok(self.rig.link(way, 4 * KIB, 1)?));
+        samples.small = [small(Way::Up)?, small(Way::Down)?].concat();
         let latency = |way| repeated(33, || Ok(self.rig.latency(way, 4 * KIB)?.as_secs_f64()));
         samples.latency_up = latency(Way::Up)?;
         samples.latency_down = latency(Way::Down)?;

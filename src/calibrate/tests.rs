@@ -44,6 +44,7 @@ fn h200() -> Samples {
         up: vec![at(32 * MIB, 2.0), at(32 * MIB, 54.9), at(32 * MIB, 55.0), at(32 * MIB, 55.1), at(32 * MIB, 55.0)],
         down: vec![at(32 * MIB, 54.8); 7],
         both: vec![at(256 * MIB, 95.0); 5],
+        small: vec![2.6e-6; 9],
         latency_up: vec![8.8e-6, 9e-6, 8.7e-6, 400e-6, 8.8e-6],
         latency_down: vec![7.7e-6; 5],
         driver_up: vec![at(16 * MIB, 12.3); 3],
@@ -125,6 +126,7 @@ fn calibration(found: Evaluated) -> Calibration {
         host_to_device: found.up.unwrap(),
         device_to_host: found.down.unwrap(),
         both_ways: found.both,
+        small_copy: found.small,
         latency_to_device: found.latency_up,
         latency_to_host: found.latency_down,
         pageable_to_device: found.staged_up,
@@ -148,7 +150,7 @@ fn figures_take_what_was_measured_and_scale_the_rest() {
     // The same GPU in a slot with half the lanes.
     let slow = calibration(evaluate(&h200(), &ceiling(31.5), built_in()));
     let figures = slow.figures(&base, MemoryModel::Discrete);
-    assert_eq!((figures.host_to_device, figures.copy_latency), (Rate::known(31.5), slow.latency_to_device.unwrap()));
+    assert_eq!((figures.host_to_device, figures.copy_latency), (Rate::known(31.5), 2.6e-6));
     assert!((figures.read_in_place.pinned.gbs - 51.1 * 31.5 / 55.3).abs() < 0.1);
     assert!(figures.read_in_place.pinned.assumed);
     // In one memory nothing in place goes over a link.
@@ -290,16 +292,16 @@ prop_compose! {
 prop_compose! {
     fn any_samples()(
         links in proptest::array::uniform5(list(any_sample())),
-        latencies in proptest::array::uniform2(list(seconds())),
+        latencies in proptest::array::uniform3(list(seconds())),
         memcpy in list((0usize..1000, list(any_sample()))),
         staged in list(any_staged()),
         contests in proptest::array::uniform2(list(any_contest())),
     ) -> Samples {
         let [up, down, both, driver_up, driver_down] = links;
-        let [latency_up, latency_down] = latencies;
+        let [small, latency_up, latency_down] = latencies;
         let [contest_up, contest_down] = contests;
         Samples {
-            up, down, both, latency_up, latency_down, driver_up, driver_down, memcpy, staged, contest_up, contest_down,
+            up, down, both, small, latency_up, latency_down, driver_up, driver_down, memcpy, staged, contest_up, contest_down,
             notes: Vec::new(),
         }
     }
@@ -314,7 +316,7 @@ proptest! {
             prop_assert!(within(rate, limit), "{found:?}");
         }
         prop_assert!(within(found.both, 2.0 * limit));
-        prop_assert!(within(found.latency_up, 1.0) && within(found.latency_down, 1.0));
+        prop_assert!(within(found.small, 1.0) && within(found.latency_up, 1.0) && within(found.latency_down, 1.0));
         prop_assert!(found.memcpy.iter().all(|scaling| scaling.threads > 0 && within(Some(scaling.gbs), 4000.0)));
         prop_assert!(CHUNKS.contains(&found.tuning.chunk) && THREADS.contains(&found.tuning.threads));
         // Whatever comes out can be kept and is taken back.
