@@ -149,7 +149,7 @@ fn draw(path: &Path, title: &str, unit: &str, rows: &[Row]) -> Result<(), Box<dy
         .x_label_formatter(&|bytes| size(bytes.round() as u64))
         .x_desc("bytes")
         .y_desc(unit)
-        .light_line_style(WHITE)
+        .max_light_lines(0)
         .draw()?;
     for (name, value, colour) in LINES {
         let points: Vec<_> = rows.iter().filter_map(|row| Some((bytes(row), value(row).filter(good)?))).collect();

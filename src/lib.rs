@@ -69,6 +69,7 @@ mod layout;
 mod os;
 mod plan;
 mod platform;
+mod pool;
 mod ranges;
 mod sync;
 #[allow(unsafe_code)]
@@ -77,7 +78,7 @@ mod trace;
 
 pub use calibrate::{Calibration, Scaling};
 pub use cudarc;
-pub use device::{Device, DeviceStats};
+pub use device::{Device, DeviceBuilder, DeviceStats};
 pub use driver::managed::{Advice, Location};
 pub use element::{DType, Element};
 pub use error::{Error, Refused, Result};
@@ -87,6 +88,7 @@ pub use plan::{
     plan,
 };
 pub use platform::{Attributes, Capabilities, Detector, MemoryFigures, MemoryModel, Platform, Topology};
+pub use pool::{PinnedBuffer, PinnedPool, PoolOptions, PoolStats, WhenFull};
 pub use tensor::{
     DeviceMut, DeviceRef, DynTensor, HostMut, HostRef, SharedTensor, TensorOptions, TensorView, TensorViewMut,
     Transfer, TransferTensor,

@@ -18,7 +18,6 @@ use crate::plan::{Figures, Rate, Tuning};
 use crate::platform::{Ceiling, MemoryModel, Platform, Topology};
 
 mod cache;
-pub(crate) mod crew;
 mod evaluate;
 mod sampling;
 #[cfg(test)]
@@ -244,8 +243,8 @@ impl Device {
     /// then on all plans and copies of this device, whichever handle they are made through, use it. A device is calibrated once:
     /// further calls return the same.
     ///
-    /// Measuring takes less than half a second and blocks. It copies on streams of its own, with up to 352 MiB of host memory
-    /// (96 of them page-locked) and 128 MiB of device memory, which it frees; freeing may wait for all work of the context.
+    /// Measuring takes less than half a second and blocks. It copies on streams of its own, with up to 320 MiB of host memory
+    /// (64 of them page-locked) and 256 MiB of device memory, which it frees; freeing may wait for all work of the context.
     /// Work that runs meanwhile, here or in another process, makes the figures worse: calibrate at the start.
     ///
     /// The cache is `$XDG_CACHE_HOME` or `~/.cache`, folder `transfer-tensor` (or

@@ -4,10 +4,13 @@
 use std::time::{Duration, Instant};
 
 use super::evaluate::{Contest, Sample, Samples, Staged};
+use crate::copy::STAGED_PIECE;
 use crate::device::Device;
 use crate::driver::Way;
-use crate::driver::measure::{PIECE, Rig, Sizes};
+use crate::driver::measure::{Rig, Sizes};
 use crate::error::Result;
+use crate::plan::Tuning;
+use crate::plan::tuning::MOST_THREADS;
 use crate::platform::MemoryModel;
 
 /// Nothing more is begun after this long. What was left out is said, and its built-in value stays.
@@ -24,9 +27,8 @@ const MIB: usize = 1 << 20;
 const LINK: std::ops::RangeInclusive<usize> = 256 * KIB..=32 * MIB;
 const LINK_TIME: f64 = 1e-3;
 
-/// Pieces and threads that staging is tried with, as far as the machine has the CPUs.
-const PIECES: [usize; 3] = [2 * MIB, MIB, 4 * MIB];
-const THREADS: [usize; 6] = [1, 2, 4, 8, 12, 16];
+/// Pieces that staging is tried with, in bytes. It has slots for no larger ones.
+const PIECES: [usize; 3] = [2 * MIB, MIB, STAGED_PIECE];
 
 /// Copies that the driver's way and ours are compared at.
 const CONTESTS: [usize; 9] = [32 * KIB, 64 * KIB, 128 * KIB, 256 * KIB, 512 * KIB, MIB, 2 * MIB, 4 * MIB, 8 * MIB];
@@ -44,26 +46,22 @@ pub(super) fn measure(device: &Device) -> Result<Samples> {
     let platform = device.platform();
     let free = device.memory();
     let small = free.free_bytes < 4 << 30 || free.host_available.is_some_and(|bytes| bytes < 8 << 30);
-    let most = cores.min(16);
     let sizes = if small {
         Sizes { pinned: 16 * MIB, copied: 16 * MIB }
     } else {
-        Sizes { pinned: (2 * most * 4 * MIB).clamp(64 * MIB, 96 * MIB), copied: 128 * MIB }
+        Sizes { pinned: 64 * MIB, copied: 256 * MIB }
     };
-    // Where host and device share page tables or memory, allocating locks no pages either, and registering may be slow.
-    let register =
-        platform.capabilities().can_register && matches!(platform.model(), MemoryModel::Discrete | MemoryModel::Hmm);
-    let rig = Rig::new(device.context(), sizes, register)?;
+    let rig = Rig::new(device.context(), sizes, device.placement())?;
     let mut samples = Samples::default();
     let session = Session { device, rig: &rig, start };
     session.link(&mut samples)?;
-    session.memcpy(&mut samples, most)?;
+    session.memcpy(&mut samples, cores)?;
     session.by_driver(&mut samples)?;
     if platform.model() == MemoryModel::Coherent {
         samples.notes.push("ordinary memory is copied the driver's way: the device reads it over the link".into());
     } else {
-        session.staged(&mut samples, most)?;
-        session.contests(&mut samples)?;
+        let best = session.staged(&mut samples, cores)?;
+        session.contests(&mut samples, best)?;
     }
     Ok(samples)
 }
@@ -136,60 +134,60 @@ impl Session<'_> {
             if self.is_over("the driver's pageable copies", &mut samples.notes) {
                 return Ok(());
             }
-            *to = repeated(3, || Ok(Sample { bytes: BY_DRIVER, seconds: self.rig.by_driver(way, BY_DRIVER)?.0 }))?;
+            *to = repeated(3, || Ok(Sample { bytes: BY_DRIVER, seconds: self.rig.by_driver(way, BY_DRIVER)? }))?;
         }
         Ok(())
     }
 
-    /// Threads first, with pieces of one size; then the other sizes with the best number of threads.
-    fn staged(&self, samples: &mut Samples, most: usize) -> Result<()> {
-        let mut threads: Vec<usize> = THREADS.into_iter().filter(|threads| *threads <= most).collect();
-        if !threads.contains(&most) {
-            threads.push(most);
-        }
-        let [first, others @ ..] = PIECES;
-        for threads in threads {
-            self.staged_with(samples, first, threads)?;
-        }
-        let total = |staged: &Staged| {
-            let least = |all: &[Sample]| all.iter().map(|s| s.seconds / s.bytes as f64).fold(f64::INFINITY, f64::min);
-            least(&staged.up) + least(&staged.down)
-        };
-        let best = samples.staged.iter().min_by(|a, b| total(a).total_cmp(&total(b))).map(|staged| staged.threads);
-        for chunk in others {
-            if let Some(threads) = best {
-                self.staged_with(samples, chunk, threads)?;
+    /// Threads first, with pieces of one size; then the other sizes with the best number of threads. Returns the best of all.
+    fn staged(&self, samples: &mut Samples, cores: usize) -> Result<Tuning> {
+        let mut best = (f64::INFINITY, self.device.tuning());
+        let mut with = |best: &mut (f64, Tuning), chunk: usize, threads: usize| -> Result<()> {
+            if self.is_over(&format!("staging by {threads} threads, {} KiB", chunk >> 10), &mut samples.notes) {
+                return Ok(());
             }
+            let tuning = Tuning { chunk, threads, ..self.device.tuning() };
+            let staged = self.staged_with(&tuning)?;
+            let least = |all: &[Sample]| all.iter().map(|s| s.seconds / s.bytes as f64).fold(f64::INFINITY, f64::min);
+            let seconds = least(&staged.up) + least(&staged.down);
+            if seconds < best.0 {
+                *best = (seconds, tuning);
+            }
+            samples.staged.push(staged);
+            Ok(())
+        };
+        let [first, others @ ..] = PIECES;
+        for threads in threads(cores) {
+            with(&mut best, first, threads)?;
         }
-        Ok(())
+        let threads = best.1.threads;
+        for chunk in others {
+            with(&mut best, chunk, threads)?;
+        }
+        Ok(best.1)
     }
 
-    fn staged_with(&self, samples: &mut Samples, chunk: usize, threads: usize) -> Result<()> {
-        if !self.rig.fits(chunk, threads)
-            || self.is_over(&format!("staging by {threads} threads, {chunk} bytes"), &mut samples.notes)
-        {
-            return Ok(());
-        }
-        // So many that filling and emptying the slots does not count.
-        let bytes = (32 * MIB * threads.min(8)).max(16 * chunk * threads);
-        let sample = |way| Ok(Sample { bytes, seconds: self.rig.staged(way, chunk, threads, bytes)?.as_secs_f64() });
+    fn staged_with(&self, tuning: &Tuning) -> Result<Staged> {
+        // Few threads take long: they get less to do.
+        let bytes = self.rig.bytes().min(32 * MIB * tuning.threads);
+        let sample =
+            |way| Ok(Sample { bytes, seconds: self.rig.staged(self.device, way, bytes, tuning)?.as_secs_f64() });
+        // Slots are made when they are first needed.
+        sample(Way::Up)?;
         let (up, down) = (repeated(2, || sample(Way::Up))?, repeated(2, || sample(Way::Down))?);
-        samples.staged.push(Staged { chunk, threads, up, down });
-        Ok(())
+        Ok(Staged { chunk: tuning.chunk, threads: tuning.threads, up, down })
     }
 
-    fn contests(&self, samples: &mut Samples) -> Result<()> {
+    fn contests(&self, samples: &mut Samples, tuning: Tuning) -> Result<()> {
         for (way, to) in [(Way::Up, &mut samples.contest_up), (Way::Down, &mut samples.contest_down)] {
-            // Our way allocates its slots on the first use.
-            self.rig.by_engine(self.device, way, MIB)?;
             for bytes in CONTESTS {
-                if self.is_over(&format!("which way is faster at {bytes} bytes"), &mut samples.notes) {
+                if self.is_over(&format!("which way is faster at {} KiB", bytes >> 10), &mut samples.notes) {
                     return Ok(());
                 }
                 let mut contest = Contest { bytes, driver: Vec::new(), staged: Vec::new() };
                 for _ in 0..5 {
-                    contest.driver.push(self.rig.by_driver(way, bytes)?.1.as_secs_f64());
-                    contest.staged.push(self.rig.by_engine(self.device, way, bytes)?.as_secs_f64());
+                    contest.driver.push(self.rig.wait_for_driver(way, bytes)?.as_secs_f64());
+                    contest.staged.push(self.rig.staged(self.device, way, bytes, &tuning)?.as_secs_f64());
                 }
                 to.push(contest);
             }
@@ -197,16 +195,38 @@ impl Session<'_> {
         Ok(())
     }
 
-    fn memcpy(&self, samples: &mut Samples, most: usize) -> Result<()> {
-        for threads in THREADS.into_iter().filter(|threads| *threads <= most) {
+    fn memcpy(&self, samples: &mut Samples, cores: usize) -> Result<()> {
+        for threads in threads(cores) {
             if self.is_over(&format!("copying on the host by {threads} threads"), &mut samples.notes) {
                 return Ok(());
             }
-            let pieces = if threads == 1 { 16 } else { 8 };
-            let bytes = threads * pieces * PIECE;
-            let one = || Ok(Sample { bytes, seconds: self.rig.memcpy(threads, pieces)?.as_secs_f64() });
+            let one = || {
+                let (bytes, taken) = self.rig.memcpy(threads, 32 * MIB * threads)?;
+                Ok(Sample { bytes, seconds: taken.as_secs_f64() })
+            };
             samples.memcpy.push((threads, repeated(2, one)?));
         }
         Ok(())
+    }
+}
+
+/// The numbers of threads that are tried on a machine with `cores` CPUs.
+fn threads(cores: usize) -> Vec<usize> {
+    let most = cores.clamp(1, MOST_THREADS);
+    let mut all: Vec<usize> = (0..).map(|power| 1 << power).take_while(|threads| *threads < most).collect();
+    all.push(most);
+    all
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn threads_double_up_to_what_there_is() {
+        let all: Vec<_> = [0, 1, 2, 6, 8, 16, 72].map(threads).into();
+        let expected: [&[usize]; 7] =
+            [&[1], &[1], &[1, 2], &[1, 2, 4, 6], &[1, 2, 4, 8], &[1, 2, 4, 8, 12], &[1, 2, 4, 8, 12]];
+        assert_eq!(all, expected);
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! The link is timed by events, on the device's own clock; what the caller waits for, by the wall.
 
-use std::ffi::c_uint;
+use std::any::Any;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -15,15 +15,15 @@ use super::context::{Context, Way, synchronize};
 use super::copy;
 use super::event::Event;
 use super::load::Driver;
-use super::memory::{Pinned, Registered, Registration};
+use super::memory::{Address, Pinned, Placement, touch};
+use super::staging::{HostSink, HostSource};
 use super::stream::Stream;
-use crate::calibrate::crew::crew;
+use crate::copy::pieces::Part;
+use crate::copy::workers::Workers;
 use crate::device::Device;
 use crate::error::{Error, Result};
-use crate::os::Block;
-
-/// What a thread copies at once when copying on the host is timed, in bytes.
-pub(crate) const PIECE: usize = 1 << 20;
+use crate::os::Mapping;
+use crate::plan::Tuning;
 
 /// The memory that a calibration copies between, and the streams it copies on. Both streams are idle between two calls that
 /// succeeded; dropping it waits for them.
@@ -41,9 +41,8 @@ pub(crate) struct Rig {
 #[derive(Debug)]
 struct Memory {
     device: DeviceBlock,
-    pinned: PinnedBlock,
-    pinned_bytes: usize,
-    pageable: Block,
+    pinned: Pinned,
+    pageable: Pageable,
     /// Of the device's memory and of the ordinary.
     bytes: usize,
 }
@@ -57,31 +56,25 @@ pub(crate) struct Sizes {
     pub(crate) copied: usize,
 }
 
-/// Page-locked memory: registering memory that was touched is many times faster than `cuMemHostAlloc` where either locks
-/// pages.
+/// Ordinary memory that was touched.
 #[derive(Debug)]
-enum PinnedBlock {
-    Registered { host: NonNull<u8>, _memory: Registered<Block> },
-    Allocated(Pinned),
+struct Pageable {
+    host: NonNull<u8>,
+    _owner: Box<dyn Any>,
 }
 
-impl PinnedBlock {
-    fn new(context: &Arc<Context>, bytes: usize, register: bool) -> Result<Self> {
-        if register {
-            let block = Block::zeroed(bytes)?;
-            let host = block.address();
-            // SAFETY: the block is ours and stays mapped until `Registered` has unpinned it.
-            if let Ok(registration) = unsafe { Registration::new(context, host, bytes, false) } {
-                return Ok(Self::Registered { host, _memory: Registered::new(registration, block) });
+impl Pageable {
+    fn new(bytes: usize, node: Option<u32>) -> Self {
+        match Mapping::new(bytes, node) {
+            Ok(mapping) => {
+                touch(&mapping);
+                Self { host: mapping.address(), _owner: Box::new(mapping) }
             }
-        }
-        Pinned::alloc(context, bytes).map(Self::Allocated)
-    }
-
-    fn host(&self) -> *mut u8 {
-        match self {
-            Self::Registered { host, .. } => host.as_ptr(),
-            Self::Allocated(pinned) => pinned.host().as_ptr(),
+            Err(_) => {
+                // The system maps none. A value other than zero has the pages made.
+                let mut owner = vec![1u8; bytes];
+                Self { host: NonNull::from(owner.as_mut_slice()).cast(), _owner: Box::new(owner) }
+            }
         }
     }
 }
@@ -115,7 +108,7 @@ impl Drop for DeviceBlock {
 }
 
 /// The signature under the plain name, which drivers keep; cudarc binds that of its level.
-type ElapsedFn = unsafe extern "C" fn(*mut f32, sys::CUevent, sys::CUevent) -> c_uint;
+type ElapsedFn = unsafe extern "C" fn(*mut f32, sys::CUevent, sys::CUevent) -> sys::CUresult;
 
 /// An event that keeps the time.
 #[derive(Debug)]
@@ -150,32 +143,10 @@ impl Drop for TimedEvent {
     }
 }
 
-/// An address that threads of a crew share; each touches its own part.
-#[derive(Clone, Copy)]
-struct Shared(*mut u8);
-
-// SAFETY: an address only; `Rig`'s methods give each thread a part of its own.
-unsafe impl Send for Shared {}
-// SAFETY: as above.
-unsafe impl Sync for Shared {}
-
-impl Shared {
-    /// A method rather than the field, so that a closure captures the whole.
-    ///
-    /// # Safety
-    /// `offset` lies within the memory.
-    unsafe fn at(self, offset: usize) -> *mut u8 {
-        // SAFETY: the caller's.
-        unsafe { self.0.add(offset) }
-    }
-}
-
 impl Rig {
-    /// `register`: page-lock memory of our own; where that is refused, and without it, the driver allocates.
-    ///
     /// # Errors
     /// No room, or a refused call. Nothing is left behind.
-    pub(crate) fn new(context: &Arc<Context>, sizes: Sizes, register: bool) -> Result<Self> {
+    pub(crate) fn new(context: &Arc<Context>, sizes: Sizes, placement: Placement) -> Result<Self> {
         // SAFETY: the signature of the function's first version.
         let elapsed: ElapsedFn = unsafe { Driver::get()?.optional("cuEventElapsedTime") }
             .ok_or_else(|| Error::unsupported("calibration", "the driver has no cuEventElapsedTime"))?;
@@ -183,9 +154,8 @@ impl Rig {
         let events = [TimedEvent::new(context)?, TimedEvent::new(context)?];
         let memory = Memory {
             device: DeviceBlock::new(context, sizes.copied)?,
-            pinned: PinnedBlock::new(context, sizes.pinned, register)?,
-            pinned_bytes: sizes.pinned,
-            pageable: Block::zeroed(sizes.copied)?,
+            pinned: Pinned::make(context, sizes.pinned, placement)?,
+            pageable: Pageable::new(sizes.copied, placement.node),
             bytes: sizes.copied,
         };
         Ok(Self { context: context.clone(), up, down, elapsed, events, memory: Some(memory) })
@@ -207,7 +177,7 @@ impl Rig {
     }
 
     fn lane(&self, way: Way) -> Result<Lane<'_>> {
-        Ok(Lane { context: &self.context, stream: self.stream(way), way, device: self.memory()?.device.address })
+        Ok(Lane { stream: self.stream(way), way, device: self.memory()?.device.address })
     }
 
     /// Seconds between the two events, which have passed.
@@ -216,20 +186,18 @@ impl Rig {
         let [start, end] = &self.events;
         let _bound = self.context.to_submit()?;
         // SAFETY: both were recorded; the call writes one number.
-        let code = unsafe { (self.elapsed)(&mut milliseconds, start.raw, end.raw) };
-        if code != 0 {
-            return Err(Error::new(crate::error::Kind::Driver {
-                call: "cuEventElapsedTime",
-                code,
-                name: "refused".into(),
-            }));
-        }
+        check("cuEventElapsedTime", unsafe { (self.elapsed)(&mut milliseconds, start.raw, end.raw) })?;
         Ok(f64::from(milliseconds) * 1e-3)
+    }
+
+    /// How large a copy of ordinary memory can be, in bytes.
+    pub(crate) fn bytes(&self) -> usize {
+        self.memory.as_ref().map_or(0, |memory| memory.bytes)
     }
 
     /// The largest copy that [`link`](Rig::link) and [`both`](Rig::both) make, in bytes: half of each memory.
     pub(crate) fn largest(&self) -> usize {
-        self.memory.as_ref().map_or(0, |memory| memory.pinned_bytes.min(memory.bytes) / 2)
+        self.memory.as_ref().map_or(0, |memory| memory.pinned.bytes().min(memory.bytes) / 2)
     }
 
     /// Seconds on the device's clock that `times` copies of `bytes` bytes from or to page-locked memory take, one behind the
@@ -275,7 +243,7 @@ impl Rig {
 
     /// This direction's half of the page-locked memory and of the device's.
     fn half(&self, way: Way) -> Result<(*mut u8, usize)> {
-        let (host, half) = (self.memory()?.pinned.host(), self.largest());
+        let (host, half) = (self.memory()?.pinned.host().as_ptr(), self.largest());
         match way {
             Way::Up => Ok((host, 0)),
             // SAFETY: at most the middle of the block.
@@ -299,102 +267,97 @@ impl Rig {
         Ok(start.elapsed())
     }
 
-    /// Copies `bytes` bytes of ordinary memory the driver's own way: seconds on the device's clock, and the caller's wait.
-    pub(crate) fn by_driver(&self, way: Way, bytes: usize) -> Result<(f64, Duration)> {
+    /// Seconds on the device's clock that a copy of `bytes` bytes of ordinary memory takes, the driver's own way.
+    pub(crate) fn by_driver(&self, way: Way, bytes: usize) -> Result<f64> {
         let memory = self.memory()?;
-        let bytes = bytes.min(memory.bytes);
-        let (lane, stream) = (self.lane(way)?, self.stream(way));
+        let lane = self.lane(way)?;
+        {
+            let _bound = self.context.to_submit()?;
+            self.events[0].record(lane.stream)?;
+            // SAFETY: nobody else touches the memory before the wait below.
+            unsafe { lane.submit(memory.pageable.host.as_ptr(), 0, bytes.min(memory.bytes))? };
+            self.events[1].record(lane.stream)?;
+        }
+        lane.stream.synchronize()?;
+        self.elapsed()
+    }
+
+    /// How long the caller waits for such a copy.
+    pub(crate) fn wait_for_driver(&self, way: Way, bytes: usize) -> Result<Duration> {
+        let memory = self.memory()?;
+        let lane = self.lane(way)?;
         let start = Instant::now();
         {
             let _bound = self.context.to_submit()?;
-            self.events[0].record(stream)?;
             // SAFETY: nobody else touches the memory before the wait below.
-            unsafe { lane.submit(memory.pageable.address().as_ptr(), 0, bytes)? };
-            self.events[1].record(stream)?;
+            unsafe { lane.submit(memory.pageable.host.as_ptr(), 0, bytes.min(memory.bytes))? };
         }
-        stream.synchronize()?;
-        let waited = start.elapsed();
-        Ok((self.elapsed()?, waited))
+        lane.stream.synchronize()?;
+        Ok(start.elapsed())
     }
 
-    /// How long the caller waits for `bytes` bytes of ordinary memory to go the way that transfers take.
-    pub(crate) fn by_engine(&self, device: &Device, way: Way, bytes: usize) -> Result<Duration> {
+    /// How long the caller waits for `bytes` bytes of ordinary memory to go through `device`'s staging, set to `tuning`.
+    pub(crate) fn staged(&self, device: &Device, way: Way, bytes: usize, tuning: &Tuning) -> Result<Duration> {
         let memory = self.memory()?;
         let bytes = bytes.min(memory.bytes);
-        let (host, address) = (memory.pageable.address().as_ptr(), memory.device.address);
-        let stream = self.stream(way);
+        let (host, address, stream) = (memory.pageable.host.as_ptr(), memory.device.address, self.stream(way));
         let start = Instant::now();
-        let _bound = self.context.to_submit()?;
-        // SAFETY: both memories are `bytes` long and nobody else touches them before the wait below.
-        unsafe {
-            match way {
-                Way::Up => device.staging_up().up(&self.context, address, host, bytes, stream)?,
-                Way::Down => device.staging_down().down(&self.context, host, address, bytes, stream)?,
+        {
+            let _bound = self.context.to_submit()?;
+            // SAFETY: both memories are `bytes` long, and nobody else touches them before the wait below.
+            unsafe {
+                match way {
+                    Way::Up => {
+                        let source = HostSource::new(host).ok_or_else(gone)?;
+                        let parts = [Part { source: 0..bytes, target: address }];
+                        device.staging().up(&parts, &source, tuning, stream)?;
+                    }
+                    Way::Down => {
+                        let sink = HostSink::new(host, bytes).ok_or_else(gone)?;
+                        device.staging().down(&sink, sink.phase(), address, bytes, tuning, stream)?;
+                    }
+                }
             }
         }
         stream.synchronize()?;
         Ok(start.elapsed())
     }
 
-    /// Whether [`staged`](Rig::staged) has room for that.
-    pub(crate) fn fits(&self, chunk: usize, threads: usize) -> bool {
-        let (threads, chunk) = (threads.max(1), chunk.max(1));
-        // Each thread has slots and places of its own; two places at least, since two pieces are under way.
-        self.memory.as_ref().is_some_and(|memory| {
-            memory.bytes / chunk / threads >= 2
-                && threads.checked_mul(2 * chunk).is_some_and(|needs| needs <= memory.pinned_bytes)
-        })
-    }
-
-    /// How long `threads` threads take to carry `bytes` bytes between ordinary memory and the device, each through two slots of
-    /// `chunk` bytes of page-locked memory. More bytes than there are go round.
-    pub(crate) fn staged(&self, way: Way, chunk: usize, threads: usize, bytes: usize) -> Result<Duration> {
+    /// How long `threads` threads take to copy `bytes` bytes from page-locked to ordinary memory, and how many it were.
+    pub(crate) fn memcpy(&self, threads: usize, bytes: usize) -> Result<(usize, Duration)> {
+        const PIECE: usize = 1 << 20;
         let memory = self.memory()?;
-        let (threads, chunk) = (threads.max(1), chunk.max(1));
-        let places = memory.bytes / chunk / threads;
-        if !self.fits(chunk, threads) {
-            return Err(Error::overflow(format!("{threads} threads with slots of {chunk} bytes")));
-        }
-        let (pinned, pageable) = (Shared(memory.pinned.host()), Shared(memory.pageable.address().as_ptr()));
-        let (next, pieces, lane) = (AtomicUsize::new(0), bytes / chunk, self.lane(way)?);
-        let taken = crew(threads, &|worker| {
-            let mut slots = Slots { lane, chunk, worker, pinned, pageable, busy: [None, None] };
-            let (mut result, mut turn) = (Ok(()), 0);
-            while result.is_ok() && next.fetch_add(1, Ordering::Relaxed) < pieces {
-                result = slots.carry(turn, worker * places + turn % places);
-                turn += 1;
+        let pieces = bytes.min(memory.bytes) / PIECE;
+        let sources = (memory.pinned.bytes() / PIECE).max(1);
+        let (from, to) = (Address(memory.pinned.host()), Address(memory.pageable.host));
+        let next = AtomicUsize::new(0);
+        let share = move || {
+            loop {
+                let piece = next.fetch_add(1, Ordering::Relaxed);
+                if piece >= pieces {
+                    return;
+                }
+                // SAFETY: inside both blocks, which outlive the call of `run`; each piece is written by one thread, and the
+                // streams are idle.
+                unsafe {
+                    let source = from.get().as_ptr().add(piece % sources * PIECE);
+                    std::ptr::copy_nonoverlapping(source, to.get().as_ptr().add(piece * PIECE), PIECE);
+                }
             }
-            result.and(slots.finish())
-        });
-        self.idle()?;
-        taken
-    }
-
-    /// How long `threads` threads take to copy `pieces` pieces of [`PIECE`] bytes each from ordinary to page-locked memory.
-    pub(crate) fn memcpy(&self, threads: usize, pieces: usize) -> Result<Duration> {
-        let memory = self.memory()?;
-        let threads = threads.max(1);
-        let (from, to) = (memory.bytes / threads / PIECE, memory.pinned_bytes / threads / PIECE);
-        if from == 0 || to == 0 {
-            return Err(Error::overflow(format!("a piece for each of {threads} threads")));
-        }
-        let (source, target) = (Shared(memory.pageable.address().as_ptr()), Shared(memory.pinned.host()));
-        crew(threads, &|worker| {
-            for index in 0..pieces {
-                let read = (worker * from + index % from) * PIECE;
-                let write = (worker * to + index % to) * PIECE;
-                // SAFETY: this thread's part of both blocks; the streams are idle.
-                unsafe { std::ptr::copy_nonoverlapping(source.at(read), target.at(write), PIECE) };
-            }
-            Ok(())
-        })
+        };
+        let start = Instant::now();
+        Workers::get().run(threads.saturating_sub(1), Box::new(share));
+        Ok((pieces * PIECE, start.elapsed()))
     }
 }
 
+#[cold]
+fn gone() -> Error {
+    Error::unsupported("calibration", "its memory has no address")
+}
+
 /// One direction's way between host memory and the device's.
-#[derive(Clone, Copy)]
 struct Lane<'a> {
-    context: &'a Arc<Context>,
     stream: &'a Stream,
     way: Way,
     device: u64,
@@ -415,54 +378,6 @@ impl Lane<'_> {
                 Way::Down => copy::device_to_host(host, device, bytes, self.stream),
             }
         }
-    }
-}
-
-/// One thread's two slots in a staged copy.
-struct Slots<'a> {
-    lane: Lane<'a>,
-    chunk: usize,
-    worker: usize,
-    pinned: Shared,
-    pageable: Shared,
-    /// The copies that still use them, with the place in ordinary memory that a download goes to.
-    busy: [Option<(Event, usize)>; 2],
-}
-
-impl Slots<'_> {
-    /// Carries the piece at `place` of ordinary memory through the slot whose turn it is.
-    fn carry(&mut self, turn: usize, place: usize) -> Result<()> {
-        let which = turn % 2;
-        self.settle(which)?;
-        let (slot, place) = ((2 * self.worker + which) * self.chunk, place * self.chunk);
-        if self.lane.way == Way::Up {
-            // SAFETY: the slot is this thread's and idle; nobody writes to the ordinary memory meanwhile.
-            unsafe { std::ptr::copy_nonoverlapping(self.pageable.at(place), self.pinned.at(slot), self.chunk) };
-        }
-        let _bound = self.lane.context.to_submit()?;
-        // SAFETY: the slot is left alone until its event has passed; the place exists in both memories.
-        unsafe { self.lane.submit(self.pinned.at(slot), place, self.chunk)? };
-        let event = Event::record(self.lane.context, self.lane.stream)?;
-        if let Some(busy) = self.busy.get_mut(which) {
-            *busy = Some((event, place));
-        }
-        Ok(())
-    }
-
-    /// Waits until a slot's copy has passed, and empties it after a download.
-    fn settle(&mut self, which: usize) -> Result<()> {
-        let Some((event, place)) = self.busy.get_mut(which).and_then(Option::take) else { return Ok(()) };
-        event.wait()?;
-        if self.lane.way == Way::Down {
-            let slot = (2 * self.worker + which) * self.chunk;
-            // SAFETY: the slot's copy has passed. `staged` gives each thread places of its own.
-            unsafe { std::ptr::copy_nonoverlapping(self.pinned.at(slot), self.pageable.at(place), self.chunk) };
-        }
-        Ok(())
-    }
-
-    fn finish(&mut self) -> Result<()> {
-        self.settle(0).and(self.settle(1))
     }
 }
 

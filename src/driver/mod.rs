@@ -1,6 +1,7 @@
 //! The only place that calls `cudarc::driver::{sys, result}`.
 
 pub(crate) mod call;
+mod carry;
 pub(crate) mod context;
 pub(crate) mod copy;
 pub(crate) mod event;
