@@ -15,8 +15,9 @@ use crate::device::Device;
 use crate::driver::{Driver, Stream};
 use crate::error::{Error, Result};
 use crate::plan::{Figures, Rate, Tuning};
-use crate::platform::{Ceiling, MemoryModel, Platform, Topology};
+use crate::platform::{MemoryModel, Platform, Topology};
 
+#[cfg_attr(not(feature = "serde"), allow(dead_code, reason = "nothing is kept without it"))]
 mod cache;
 mod evaluate;
 mod sampling;
@@ -125,7 +126,7 @@ impl Calibration {
 
     /// Whether it is of this device and one that a machine can have: for what comes from outside.
     #[cfg(feature = "serde")]
-    pub(crate) fn is_sound(&self, key: &Key, ceiling: &Ceiling) -> bool {
+    pub(crate) fn is_sound(&self, key: &Key, ceiling: &crate::platform::Ceiling) -> bool {
         let same = self.gpu_uuid == key.uuid && self.driver == key.driver && self.crate_version == key.version;
         let within = |most: f64| move |number: &f64| number.is_finite() && *number > 0.0 && *number <= most * 1.000_001;
         let one_way = [Some(self.host_to_device), Some(self.device_to_host)].into_iter().chain([
@@ -214,6 +215,7 @@ pub(crate) struct State {
     adopted: OnceLock<Adopted>,
     /// Held while one thread measures.
     measuring: Mutex<()>,
+    #[cfg_attr(not(feature = "serde"), allow(dead_code, reason = "nothing is kept without it"))]
     folder: Option<PathBuf>,
 }
 
@@ -299,7 +301,7 @@ impl Device {
             None => cuda.to_string(),
         };
         let key = Key::new(platform.uuid(), driver.clone());
-        let calibration = match self.from_cache(key.as_ref()).filter(|_| !force) {
+        let calibration = match self.cached(key.as_ref()).filter(|_| !force) {
             Some(calibration) => calibration,
             None => {
                 let mut fresh = self.measured(driver)?;
@@ -354,7 +356,7 @@ impl Device {
     }
 
     #[cfg(feature = "serde")]
-    fn from_cache(&self, key: Option<&Key>) -> Option<Calibration> {
+    fn cached(&self, key: Option<&Key>) -> Option<Calibration> {
         let folder = self.calibration_state().folder.as_deref()?;
         cache::load(folder, key?, &self.platform().ceiling())
     }
@@ -374,7 +376,7 @@ impl Device {
     }
 
     #[cfg(not(feature = "serde"))]
-    fn from_cache(&self, _key: Option<&Key>) -> Option<Calibration> {
+    fn cached(&self, _key: Option<&Key>) -> Option<Calibration> {
         None
     }
 

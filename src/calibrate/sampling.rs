@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use super::evaluate::{Contest, Sample, Samples, Staged};
 use crate::copy::STAGED_PIECE;
+use crate::copy::workers::Workers;
 use crate::device::Device;
 use crate::driver::Way;
 use crate::driver::measure::{Rig, Sizes};
@@ -42,7 +43,7 @@ const BY_DRIVER: usize = 16 * MIB;
 /// A driver call was refused, or there is no room.
 pub(super) fn measure(device: &Device) -> Result<Samples> {
     let start = Instant::now();
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let cores = Workers::get().limit();
     let platform = device.platform();
     let free = device.memory();
     let small = free.free_bytes < 4 << 30 || free.host_available.is_some_and(|bytes| bytes < 8 << 30);
@@ -121,7 +122,7 @@ impl Session<'_> {
         let (there, back) = (share(1.0 / ratio), share(ratio));
         let both = || Ok(Sample { bytes: 4 * (there + back), seconds: self.rig.both(there, back, 4)? });
         samples.both = repeated(3, both)?;
-        let small = |way| repeated(17, || Ok(self.rig.link(way, 4 * KIB, 1)?));
+        let small = |way| repeated(17, || self.rig.link(way, 4 * KIB, 1));
         samples.small = [small(Way::Up)?, small(Way::Down)?].concat();
         let latency = |way| repeated(33, || Ok(self.rig.latency(way, 4 * KIB)?.as_secs_f64()));
         samples.latency_up = latency(Way::Up)?;

@@ -5,6 +5,7 @@ use proptest::prelude::*;
 use super::evaluate::{CHUNKS, Contest, Evaluated, Sample, Samples, Staged, THREADS, evaluate};
 use super::*;
 use crate::plan::Tuning;
+use crate::platform::Ceiling;
 
 const MIB: usize = 1 << 20;
 
