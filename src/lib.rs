@@ -20,6 +20,7 @@
 //! - [`Device::tensor`] makes a [`TransferTensor`] as the [`plan()`] for it says.
 //! - [`TransferTensor::host`], [`host_mut`](TransferTensor::host_mut), [`device`](TransferTensor::device) and
 //!   [`device_mut`](TransferTensor::device_mut) give guards; these wait, order and copy.
+//! - [`Device::calibrate`] measures the machine at hand, and keeps that on disk; without it plans use built-in figures.
 //!
 //! ```
 //! # cuda_sim::install().unwrap();

@@ -223,7 +223,9 @@ fn a_refused_call_leaves_the_built_in_figures_and_nothing_else() {
     for (index, call) in calls.iter().enumerate() {
         let Some(gpu) = small(folder.path()) else { return };
         let sim = gpu.sim.as_ref().unwrap();
-        for nth in [1, 3] {
+        // So that memory which is freed too early is seen to be.
+        sim.set_free_waits(false);
+        for nth in [1, 2] {
             let cache = folder.path().join(format!("{index}-{nth}"));
             let device = again(&gpu, &cache);
             let built_in = (device.tuning(), device.platform().figures().clone());
