@@ -14,7 +14,8 @@ use clap::Parser;
 use comfy_table::{Table, presets};
 use cuda_sim::profile::Profile;
 use serde_json::{Map, Value, json};
-use transfer_tensor::{Access, Decision, Direction, MemoryFigures, Platform, Request, plan};
+use transfer_tensor::cudarc::driver::CudaContext;
+use transfer_tensor::{Access, Decision, Detector, Device, Direction, MemoryFigures, Platform, Request, plan};
 
 use common::{Failure, Machine, MachineArgs, print, size, time};
 
@@ -36,6 +37,9 @@ struct Arguments {
     /// One line for each built-in simulated machine
     #[arg(long, conflicts_with_all = ["simulate", "profile", "device"])]
     all: bool,
+    /// Measure the device first, or read what was measured earlier from the cache
+    #[arg(long, conflicts_with = "all")]
+    calibrate: bool,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -50,7 +54,8 @@ fn main() -> ExitCode {
 
 fn one(arguments: &Arguments, request: &Request) -> Result<ExitCode, Failure> {
     let machine = Machine::open(&arguments.machine)?;
-    let report = Report::of(&machine, request)?;
+    let report =
+        if arguments.calibrate { Report::calibrated(&machine, request) } else { Report::of(&machine, request) }?;
     if arguments.json {
         print(report.json())
     } else {
@@ -68,7 +73,25 @@ struct Report {
 
 impl Report {
     fn of(machine: &Machine, request: &Request) -> Result<Self, Failure> {
-        let platform = machine.detector.detect(machine.ordinal);
+        Self::on(machine, machine.detector.detect(machine.ordinal), request)
+    }
+
+    fn calibrated(machine: &Machine, request: &Request) -> Result<Self, Failure> {
+        // What is measured of a simulated device is nothing to keep.
+        let detector = match &machine.simulated {
+            Some(device) => machine.detector.clone().cache_folder(device.host_root().join("cache")),
+            None => machine.detector.clone(),
+        };
+        // Says that there is no driver, where cudarc would panic.
+        Detector::device_count()?;
+        let context = CudaContext::new(machine.ordinal)
+            .map_err(|error| Failure::other(format!("device {} has no context: {:?}", machine.ordinal, error.0)))?;
+        let device = Device::with_detector(&context.default_stream(), &detector)?;
+        device.calibrate()?;
+        Self::on(machine, device.platform().clone(), request)
+    }
+
+    fn on(machine: &Machine, platform: Platform, request: &Request) -> Result<Self, Failure> {
         let memory = platform.memory();
         let decision = plan(&platform, &memory, request)?;
         Ok(Self { driver: machine.driver(&platform), platform, memory, decision })
@@ -104,6 +127,7 @@ impl Report {
             "reasons": decision.reasons,
             "estimates": decision.estimates,
             "figures": platform.figures(),
+            "calibration": platform.calibration(),
             "notes": notes(platform, memory),
         })
     }

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use cudarc::driver::{CudaContext, CudaStream};
 
+use crate::calibrate::{self, Wish};
 use crate::complete::{Waiter, free_later};
 use crate::driver::context::cudarc_error;
 use crate::driver::memory::Placement;
@@ -43,6 +44,7 @@ struct Inner {
     platform: Platform,
     memory: MemoryFigures,
     tuning: Tuning,
+    calibration: calibrate::State,
     waiter: Arc<Waiter>,
     pool: PinnedPool,
     staging: Staging,
@@ -100,28 +102,46 @@ impl DeviceBuilder<'_> {
     pub fn build(self) -> Result<Device> {
         Driver::get()?;
         let cuda = self.stream.context();
-        let platform = self.detector.detect_in(cuda);
+        let wish = self.detector.calibrate();
+        let mut platform = self.detector.detect_in(cuda);
+        if let Wish::Unknown(word) = &wish {
+            platform =
+                platform.with_note(format!("TRANSFER_TENSOR_CALIBRATE is {word:?}, not 0, 1 or force: not calibrated"));
+        }
         let memory = platform.memory_in(cuda);
         let (context, waiter) = (Context::new(cuda.clone()), Arc::new(Waiter::new()));
-        let discrete = matches!(platform.model(), MemoryModel::Discrete | MemoryModel::Hmm);
-        let placement = Placement {
-            map: cfg!(target_os = "linux") && discrete && platform.capabilities().can_register,
-            node: platform.topology().numa_node,
-        };
+        let placement = placement(&platform);
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let tuning = self.tuning.unwrap_or_else(|| Tuning::built_in(platform.model(), cores));
         let pool = PinnedPool::new(&context, &waiter, placement, memory.host_available, self.pool)?;
         let staging = Staging::new(&context, &pool);
-        Ok(Device(Arc::new(Inner {
+        let mut device = Device(Arc::new(Inner {
             staging,
             context,
             stream: self.stream.clone(),
             platform,
             memory,
             tuning,
+            calibration: calibrate::State::new(self.detector.cache()),
             waiter,
             pool,
-        })))
+        }));
+        if matches!(wish, Wish::Yes | Wish::Force)
+            && let Err(error) = device.calibrated(wish == Wish::Force)
+            && let Some(inner) = Arc::get_mut(&mut device.0)
+        {
+            let platform = inner.platform.clone();
+            inner.platform = platform.with_note(format!("not calibrated, built-in figures are used: {error}"));
+        }
+        Ok(device)
+    }
+}
+
+fn placement(platform: &Platform) -> Placement {
+    let discrete = matches!(platform.model(), MemoryModel::Discrete | MemoryModel::Hmm);
+    Placement {
+        map: cfg!(target_os = "linux") && discrete && platform.capabilities().can_register,
+        node: platform.topology().numa_node,
     }
 }
 
@@ -185,9 +205,9 @@ impl Device {
         // at first.
         let small = request.bytes < self.0.memory.free_bytes / 1024;
         if small {
-            plan(&self.0.platform, &self.0.memory, request)
+            plan(self.platform(), &self.0.memory, request)
         } else {
-            plan(&self.0.platform, &self.memory(), request)
+            plan(self.platform(), &self.memory(), request)
         }
     }
 
@@ -196,9 +216,9 @@ impl Device {
         self.0.platform.memory_in(self.0.context.cuda())
     }
 
-    /// What the machine is and what it can do.
+    /// What the machine is and what it can do; with what was measured, once it was [calibrated](Device::calibrate).
     pub fn platform(&self) -> &Platform {
-        &self.0.platform
+        self.0.calibration.platform().unwrap_or(&self.0.platform)
     }
 
     /// Its page-locked host memory.
@@ -208,7 +228,7 @@ impl Device {
 
     /// What the copy engine is set to for this device.
     pub fn tuning(&self) -> Tuning {
-        self.0.tuning
+        self.0.calibration.tuning().unwrap_or(self.0.tuning)
     }
 
     /// The caller's stream that this handle was made with.
@@ -236,6 +256,15 @@ impl Device {
 
     pub(crate) fn context(&self) -> &Arc<Context> {
         &self.0.context
+    }
+
+    /// How it makes page-locked memory.
+    pub(crate) fn placement(&self) -> Placement {
+        placement(&self.0.platform)
+    }
+
+    pub(crate) fn calibration_state(&self) -> &calibrate::State {
+        &self.0.calibration
     }
 
     pub(crate) fn waiter(&self) -> &Waiter {

@@ -20,6 +20,7 @@
 //! - [`Device::tensor`] makes a [`TransferTensor`] as the [`plan()`] for it says.
 //! - [`TransferTensor::host`], [`host_mut`](TransferTensor::host_mut), [`device`](TransferTensor::device) and
 //!   [`device_mut`](TransferTensor::device_mut) give guards; these wait, order and copy.
+//! - [`Device::calibrate`] measures the machine at hand, and keeps that on disk; without it plans use built-in figures.
 //!
 //! ```
 //! # cuda_sim::install().unwrap();
@@ -46,7 +47,7 @@
 //!
 //! # Crate features
 //!
-//! - `serde` (default): reports and decisions implement `Serialize`.
+//! - `serde` (default): reports and decisions implement `Serialize`, and calibrations are kept on disk.
 //! - `half`, `float8`: their types as elements.
 //! - `dynamic-linking`: link libcuda at build time instead of loading it at run time.
 //! - `nvtx`: NVTX ranges with byte counts around uploads, downloads and waits, in the domain `transfer-tensor`; its build needs
@@ -54,6 +55,7 @@
 #![deny(unsafe_code)]
 #![cfg_attr(not(test), deny(clippy::disallowed_methods))]
 
+mod calibrate;
 #[allow(unsafe_code)]
 mod complete;
 mod copy;
@@ -75,6 +77,7 @@ mod sync;
 mod tensor;
 mod trace;
 
+pub use calibrate::{Calibration, Scaling};
 pub use cudarc;
 pub use device::{Device, DeviceBuilder, DeviceStats};
 pub use driver::managed::{Advice, Location};

@@ -9,7 +9,7 @@ use std::path::Path;
 use std::process::{Command, Output};
 
 use transfer_tensor::cudarc::get_lib_name_candidates;
-use transfer_tensor::{Detector, MemoryModel, Platform, Request, Strategy, plan};
+use transfer_tensor::{Detector, Device, MemoryModel, Platform, Request, Strategy, plan};
 
 /// What a child is to expect in the text of every error.
 const EXPECT: &str = "TRANSFER_TENSOR_TEST_EXPECT";
@@ -55,6 +55,7 @@ fn child(folder: &Path, expect: &str) {
         .args(["--exact", "in_a_child", "--nocapture", "--test-threads=1"])
         .env("LD_LIBRARY_PATH", folder)
         .env(EXPECT, expect)
+        .env("TRANSFER_TENSOR_CALIBRATE", "force")
         .output()
         .unwrap();
     let text = String::from_utf8_lossy(&stdout).into_owned() + &String::from_utf8_lossy(&stderr);
@@ -136,6 +137,9 @@ fn in_a_child() {
             assert!(!text.is_empty());
         }
         assert!(error.to_string().contains(&expect), "{error}");
+
+        let error = Device::open(0).unwrap_err();
+        assert!(error.is_no_driver() && error.to_string().contains(&expect), "{error:?}");
 
         let platforms = [Platform::detect(0), Platform::detect(usize::MAX), Detector::new().probe(false).detect(3)];
         for platform in platforms.into_iter().chain(Detector::new().detect_all()) {

@@ -277,3 +277,16 @@ fn visible_devices_are_not_parsed() {
     let variables = [("CUDA_VISIBLE_DEVICES", "MIG-41b04a5c-96d3-5b8a-8ac5-3b6f2a2c8a77")];
     assert_eq!(json_with(&["--simulate", "mig_1g_h100"], &variables)["model"], "discrete");
 }
+
+#[test]
+fn it_measures_where_it_is_asked_to() {
+    let json = json(&["--simulate", "x86_h200_sxm_gen5", "--calibrate"]);
+    let rate = json["calibration"]["host_to_device"].as_f64().unwrap();
+    assert!((0.85..=1.15).contains(&(rate / 55.3)), "{}", json["calibration"]);
+    assert_eq!(json["figures"]["host_to_device"]["gbs"], rate);
+    assert!(json["figures"]["source"].as_str().unwrap().starts_with("measured on this device"));
+    let shown = run_with(&["--simulate", "dgx_spark_gb10", "--calibrate"], &[]);
+    let shown = text(&shown.stdout);
+    assert!(shown.contains("measured      link 1") && shown.contains("both ways at once"), "{shown}");
+    assert!(!run_with(&["--all", "--calibrate"], &[]).status.success());
+}

@@ -144,9 +144,19 @@ impl Context {
             Some(owned) => owned.clone(),
             None => slot.insert(Arc::new(OwnedStream::new(&self.cuda)?)).clone(),
         };
-        // SAFETY: the handle belongs to this context, and `self` keeps it alive, as every user of the stream keeps `self`.
+        drop(streams);
+        Ok(self.stream(owned))
+    }
+
+    /// A stream of its own, which ends with its last handle.
+    pub(crate) fn fresh_stream(self: &Arc<Self>) -> Result<Stream> {
+        Ok(self.stream(Arc::new(OwnedStream::new(&self.cuda)?)))
+    }
+
+    fn stream(&self, owned: Arc<OwnedStream>) -> Stream {
+        // SAFETY: the handle belongs to this context, and the `Stream` keeps both alive.
         let cuda = unsafe { self.cuda.wrap_borrowed_stream(owned.raw) };
-        Ok(Stream::owned(cuda, owned))
+        Stream::owned(cuda, owned)
     }
 }
 

@@ -7,6 +7,7 @@ pub(crate) mod copy;
 pub(crate) mod event;
 pub(crate) mod load;
 pub(crate) mod managed;
+pub(crate) mod measure;
 pub(crate) mod memory;
 pub(crate) mod pending;
 pub(crate) mod probe;

@@ -1,7 +1,7 @@
 //! The cost model: every way to hand bytes over, what it costs, and how it stands on this kind of machine.
 #![deny(unsafe_code)]
 
-use super::figures::{ByMemory, Figures};
+use super::figures::{ByMemory, CopyWay, Figures};
 use super::{Backing, Direction, HostMemory, Request, Strategy};
 use crate::copy::{PINNED_PIECE, STAGED_PIECE};
 use crate::platform::{Capabilities, MemoryFigures, MemoryModel, Platform};
@@ -122,7 +122,12 @@ impl Model<'_> {
     fn streamed(&self) -> Candidate {
         let bytes = self.request.bytes;
         let pageable = matches!(self.request.host, HostMemory::Pageable | HostMemory::ReadOnly);
-        let rate = self.figures.copy(self.to_device(), pageable || !self.capabilities.can_pin);
+        let way = match (self.capabilities.can_pin, pageable) {
+            (false, _) => CopyWay::Driver,
+            (true, true) => CopyWay::Staged,
+            (true, false) => CopyWay::Pinned,
+        };
+        let rate = self.figures.copy(self.to_device(), way);
         let seconds = self.figures.copy_latency + rate.seconds(bytes) + self.device_seconds(true);
         let reused = self.more_touches() > 0.0;
         let mut why = format!("a copy at {:.1} GB/s{}", rate.gbs, if rate.assumed { " (assumed)" } else { "" });

@@ -7,7 +7,7 @@
 //! at three times the rate of its memory.
 #![deny(unsafe_code)]
 
-use crate::platform::MemoryModel;
+use crate::platform::{Ceiling, MemoryModel};
 
 /// A bandwidth, and whether anybody published it.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -37,9 +37,20 @@ impl Rate {
         bytes as f64 / if rate.is_finite() { rate.max(1.0) } else { 1.0 }
     }
 
-    const fn times(self, factor: f64) -> Self {
+    pub(crate) const fn times(self, factor: f64) -> Self {
         Self::assumed(self.gbs * factor)
     }
+}
+
+/// How a copy gets to or from host memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum CopyWay {
+    /// It is page-locked.
+    Pinned,
+    /// Through page-locked memory of ours.
+    Staged,
+    /// The driver does what it does with ordinary memory.
+    Driver,
 }
 
 /// A figure for each kind of host memory.
@@ -74,10 +85,14 @@ pub struct Figures {
     pub host_to_device: Rate,
     /// Copy from device memory to page-locked host memory.
     pub device_to_host: Rate,
-    /// Copy from ordinary host memory to device memory.
+    /// Copy from ordinary host memory to device memory, through page-locked memory.
     pub pageable_to_device: Rate,
-    /// Copy from device memory to ordinary host memory.
+    /// Copy from device memory to ordinary host memory, through page-locked memory.
     pub device_to_pageable: Rate,
+    /// As `pageable_to_device`, the driver's own way: what is left where no memory can be page-locked.
+    pub driver_pageable_to_device: Rate,
+    /// As `device_to_pageable`, the driver's own way.
+    pub driver_device_to_pageable: Rate,
     /// Seconds that a copy takes however small it is.
     pub copy_latency: f64,
     /// The GPU on device memory.
@@ -102,6 +117,9 @@ pub struct Figures {
 const COPY_LATENCY: f64 = 8.8e-6;
 const L2_OVER_MEMORY: f64 = 3.0;
 const IN_PLACE_OVER_COPY: f64 = 0.89;
+/// What copies through staging reach of the link's rate, where there are CPUs enough to keep up with it.
+const STAGED_UP: f64 = 0.92;
+const STAGED_DOWN: f64 = 0.85;
 
 impl Figures {
     /// The built-in figures for a memory model; the compute capability picks a finer row where there is one.
@@ -116,13 +134,53 @@ impl Figures {
     }
 
     /// Copy to the device, or back.
-    pub(crate) fn copy(&self, to_device: bool, pageable: bool) -> Rate {
-        match (to_device, pageable) {
-            (true, false) => self.host_to_device,
-            (false, false) => self.device_to_host,
-            (true, true) => self.pageable_to_device,
-            (false, true) => self.device_to_pageable,
+    pub(crate) fn copy(&self, to_device: bool, way: CopyWay) -> Rate {
+        match (to_device, way) {
+            (true, CopyWay::Pinned) => self.host_to_device,
+            (false, CopyWay::Pinned) => self.device_to_host,
+            (true, CopyWay::Staged) => self.pageable_to_device,
+            (false, CopyWay::Staged) => self.device_to_pageable,
+            (true, CopyWay::Driver) => self.driver_pageable_to_device,
+            (false, CopyWay::Driver) => self.driver_device_to_pageable,
         }
+    }
+
+    /// Cuts every rate that would cross the link faster than anything can, and sets what is no rate to 1 byte a second;
+    /// says so for each. `in_place`: host memory that the GPU uses in place lies behind that link too.
+    pub(crate) fn clamp(&mut self, ceiling: &Ceiling, in_place: bool) -> Vec<String> {
+        let mut notes = Vec::new();
+        let mut cut = |what: &str, rate: &mut Rate, link: bool| {
+            if !(rate.gbs.is_finite() && rate.gbs > 0.0) {
+                notes.push(format!("{what}: {} GB/s is no rate, it counts as none", rate.gbs));
+                *rate = Rate::assumed(1e-9);
+            } else if link {
+                let gbs = ceiling.clamp(what, rate.gbs, &mut notes);
+                if gbs < rate.gbs {
+                    *rate = Rate::assumed(gbs);
+                }
+            }
+        };
+        cut("copy to the device", &mut self.host_to_device, true);
+        cut("copy to the host", &mut self.device_to_host, true);
+        cut("copy from pageable memory", &mut self.pageable_to_device, true);
+        cut("copy to pageable memory", &mut self.device_to_pageable, true);
+        cut("the driver's copy from pageable memory", &mut self.driver_pageable_to_device, true);
+        cut("the driver's copy to pageable memory", &mut self.driver_device_to_pageable, true);
+        for (what, rates) in [("read in place", &mut self.read_in_place), ("write in place", &mut self.write_in_place)]
+        {
+            for rate in [&mut rates.pinned, &mut rates.managed, &mut rates.registered, &mut rates.pageable] {
+                cut(what, rate, in_place);
+            }
+        }
+        cut("device memory", &mut self.device_memory, false);
+        cut("L2", &mut self.l2, false);
+        cut("registering", &mut self.register, false);
+        cut("copy on the host", &mut self.host_copy, false);
+        if !(self.copy_latency.is_finite() && self.copy_latency >= 0.0) {
+            notes.push(format!("latency of a copy: {} s is no time, it counts as {COPY_LATENCY} s", self.copy_latency));
+            self.copy_latency = COPY_LATENCY;
+        }
+        notes
     }
 }
 
@@ -134,8 +192,10 @@ fn unified(cc: Option<(i32, i32)>) -> Figures {
         source: "unified memory, any".into(),
         host_to_device: memory.times(0.5),
         device_to_host: memory.times(0.5),
-        pageable_to_device: Rate::known(4.14),
-        device_to_pageable: Rate::assumed(4.14),
+        pageable_to_device: memory.times(0.5 * STAGED_UP),
+        device_to_pageable: memory.times(0.5 * STAGED_DOWN),
+        driver_pageable_to_device: Rate::known(4.14),
+        driver_device_to_pageable: Rate::assumed(4.14),
         copy_latency: COPY_LATENCY,
         device_memory: memory.times(1.0),
         l2: memory.times(L2_OVER_MEMORY),
@@ -210,6 +270,8 @@ fn unified_mapped(cc: Option<(i32, i32)>) -> Figures {
         device_to_host: Rate::known(14.8),
         pageable_to_device: Rate::assumed(7.8),
         device_to_pageable: Rate::assumed(7.4),
+        driver_pageable_to_device: Rate::assumed(7.8),
+        driver_device_to_pageable: Rate::assumed(7.4),
         copy_latency: COPY_LATENCY,
         device_memory: memory,
         l2: memory.times(L2_OVER_MEMORY),
@@ -239,6 +301,8 @@ fn coherent(cc: Option<(i32, i32)>) -> Figures {
         device_to_host: to_host,
         pageable_to_device: to_device.times(1.0),
         device_to_pageable: to_host.times(1.0),
+        driver_pageable_to_device: to_device.times(1.0),
+        driver_device_to_pageable: to_host.times(1.0),
         copy_latency: COPY_LATENCY,
         device_memory: memory,
         l2: memory.times(L2_OVER_MEMORY),
@@ -269,6 +333,11 @@ fn discrete(cc: Option<(i32, i32)>) -> Figures {
         Some((8, 0)) => (Rate::known(25.1), Rate::assumed(25.0)),
         _ => (to_device.times(0.92), to_host.times(0.92)),
     };
+    // Measured with eight to twelve threads on the H200; elsewhere the same share of the link.
+    let (staged_up, staged_down) = match cc {
+        Some((9, 0)) => (Rate::known(50.8), Rate::known(48.7)),
+        _ => (to_device.times(STAGED_UP), to_host.times(STAGED_DOWN)),
+    };
     // In place, managed and HMM memory migrate on the first touch: at the rate of a prefetch (40.9 of 55.3 GB/s on the
     // H200, 9.8 back) and of a cold HMM fault.
     let in_place = |rate: Rate, migrate: Rate| ByMemory {
@@ -281,8 +350,10 @@ fn discrete(cc: Option<(i32, i32)>) -> Figures {
         source: format!("PCIe, compute capability {name}"),
         host_to_device: to_device,
         device_to_host: to_host,
-        pageable_to_device: to_device.times(0.12),
-        device_to_pageable: to_host.times(0.2),
+        pageable_to_device: staged_up,
+        device_to_pageable: staged_down,
+        driver_pageable_to_device: to_device.times(0.12),
+        driver_device_to_pageable: to_host.times(0.2),
         copy_latency: COPY_LATENCY,
         device_memory: memory,
         l2: memory.times(L2_OVER_MEMORY),
@@ -303,6 +374,8 @@ fn host_only() -> Figures {
         device_to_host: memory,
         pageable_to_device: memory,
         device_to_pageable: memory,
+        driver_pageable_to_device: memory,
+        driver_device_to_pageable: memory,
         copy_latency: 0.0,
         device_memory: memory,
         l2: memory,
@@ -316,7 +389,7 @@ fn host_only() -> Figures {
 }
 
 impl<T> ByMemory<T> {
-    fn map<U>(self, change: impl Fn(T) -> U) -> ByMemory<U> {
+    pub(crate) fn map<U>(self, change: impl Fn(T) -> U) -> ByMemory<U> {
         ByMemory {
             pinned: change(self.pinned),
             managed: change(self.managed),

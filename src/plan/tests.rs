@@ -283,3 +283,23 @@ fn measured_figures_replace_the_built_in_ones() {
     assert!(decision.chosen().unwrap().seconds > 1.0);
     assert!(decision.reasons.iter().any(|reason| reason.contains("measured")));
 }
+
+/// R97: a rate of 12,500 GB/s made every transfer free.
+#[test]
+fn figures_that_no_link_carries_are_cut_and_the_plan_says_so() {
+    let mut figures = Figures::built_in(MemoryModel::Discrete, None);
+    figures.source = "a user".into();
+    figures.host_to_device = Rate::known(12_500.0);
+    figures.device_to_host = Rate::known(f64::NAN);
+    figures.read_in_place.pinned = Rate::known(1e300);
+    figures.copy_latency = f64::NEG_INFINITY;
+    let platform = machine(|_| {}).with_figures(figures);
+    let found = platform.figures();
+    assert!(found.host_to_device.gbs < 300.0 && found.host_to_device.assumed);
+    assert!(found.read_in_place.pinned.gbs < 300.0);
+    assert!(found.device_to_host.gbs > 0.0 && found.device_to_host.gbs < 1.0);
+    assert!(found.copy_latency > 0.0 && found.copy_latency < 1e-3);
+    let decision = plan(&platform, &room(), &Request::new(1 << 28)).unwrap();
+    assert!(decision.reasons.iter().any(|reason| reason.contains("12500.0 GB/s")), "{:?}", decision.reasons);
+    assert!(decision.estimates.iter().all(|estimate| estimate.seconds.is_finite()));
+}

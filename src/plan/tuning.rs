@@ -11,7 +11,7 @@ pub(crate) const MOST_THREADS: usize = 12;
 const CROSSOVER: usize = 256 << 10;
 
 /// How copies between pageable host memory and the device are done: built-in values, or what
-/// a calibration measured.
+/// [`Device::calibrate`](crate::Device::calibrate) measured.
 ///
 /// All sizes are in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

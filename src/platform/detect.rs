@@ -7,9 +7,13 @@ use std::sync::Arc;
 use cudarc::driver::CudaContext;
 
 use super::{Forced, MemoryFigures, Platform};
+use crate::calibrate::{Wish, default_folder};
 use crate::driver::probe::{self, Primary};
 use crate::error::Result;
 use crate::plan::Strategy;
+
+/// The variable that calibrates every device.
+const CALIBRATE_VARIABLE: &str = "TRANSFER_TENSOR_CALIBRATE";
 
 /// The variable that forces a strategy.
 const STRATEGY_VARIABLE: &str = "TRANSFER_TENSOR_STRATEGY";
@@ -28,11 +32,12 @@ pub struct Detector {
     strategy: Option<Strategy>,
     environment: bool,
     probe: bool,
+    cache: Option<PathBuf>,
 }
 
 impl Default for Detector {
     fn default() -> Self {
-        Self { fs_root: PathBuf::from("/"), strategy: None, environment: true, probe: true }
+        Self { fs_root: PathBuf::from("/"), strategy: None, environment: true, probe: true, cache: None }
     }
 }
 
@@ -54,9 +59,15 @@ impl Detector {
         self
     }
 
-    /// Heed `TRANSFER_TENSOR_STRATEGY` (the default) or not.
+    /// Heed `TRANSFER_TENSOR_STRATEGY` and `TRANSFER_TENSOR_CALIBRATE` (the default) or not.
     pub fn environment(mut self, heed: bool) -> Self {
         self.environment = heed;
+        self
+    }
+
+    /// Where [calibrations](crate::Device::calibrate) are kept, instead of `$XDG_CACHE_HOME` or `~/.cache`.
+    pub fn cache_folder(mut self, folder: impl Into<PathBuf>) -> Self {
+        self.cache = Some(folder.into());
         self
     }
 
@@ -118,8 +129,22 @@ impl Detector {
     }
 
     fn forced(&self) -> Forced {
-        let variable = || std::env::var_os(STRATEGY_VARIABLE).map(|value| value.to_string_lossy().into_owned());
-        forced(self.strategy, if self.environment { variable() } else { None })
+        forced(self.strategy, self.variable(STRATEGY_VARIABLE))
+    }
+
+    fn variable(&self, name: &str) -> Option<String> {
+        let value = || std::env::var_os(name).map(|value| value.to_string_lossy().into_owned());
+        if self.environment { value() } else { None }
+    }
+
+    /// Whether the environment wants every device to be calibrated.
+    pub(crate) fn calibrate(&self) -> Wish {
+        Wish::parse(self.variable(CALIBRATE_VARIABLE).as_deref())
+    }
+
+    /// Where calibrations are kept.
+    pub(crate) fn cache(&self) -> Option<PathBuf> {
+        self.cache.clone().or_else(default_folder)
     }
 }
 

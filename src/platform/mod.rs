@@ -3,7 +3,9 @@
 
 use std::fmt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
+use crate::calibrate::Calibration;
 use crate::error::{Error, Result};
 use crate::plan::{Figures, Strategy};
 
@@ -11,14 +13,16 @@ mod detect;
 mod host;
 mod memory;
 mod model;
+mod topology;
 
 pub use detect::Detector;
-pub use host::Topology;
 pub use memory::MemoryFigures;
 pub use model::{Attributes, Capabilities, MemoryModel};
+pub use topology::Topology;
 
 pub(crate) use memory::DriverMemory;
 pub(crate) use model::{Route, Routes};
+pub(crate) use topology::Ceiling;
 
 /// One device and the host around it, as plain data.
 ///
@@ -49,6 +53,7 @@ pub struct Platform {
     topology: Topology,
     wsl: bool,
     figures: Figures,
+    calibration: Option<Arc<Calibration>>,
     notes: Vec<String>,
     #[cfg_attr(feature = "serde", serde(skip))]
     forced: Forced,
@@ -105,6 +110,7 @@ impl Platform {
             topology: Topology::default(),
             wsl: false,
             figures: Figures::built_in(MemoryModel::HostOnly, None),
+            calibration: None,
             notes: vec![reason.into()],
             forced: Forced::No,
             fs_root: PathBuf::from("/"),
@@ -127,6 +133,7 @@ impl Platform {
         let model = attributes.model();
         let compute_capability = attributes.compute_capability();
         let positive = |value: Option<i32>| value.and_then(|value| u32::try_from(value).ok()).unwrap_or(0);
+        let host_node = attributes.host_numa_id.and_then(|node| u32::try_from(node).ok());
         let wsl = host::is_wsl(&fs_root);
         if wsl {
             all.push("WSL: the total of page-locked memory is limited, to about 0.5 to 1 GiB".into());
@@ -148,20 +155,58 @@ impl Platform {
             l2_bytes: positive(attributes.l2_cache_bytes).into(),
             multiprocessors: positive(attributes.multiprocessor_count),
             attributes,
-            topology: host::topology(&fs_root, pci_bus_id),
+            topology: host::topology(&fs_root, pci_bus_id, host_node),
             wsl,
             figures: Figures::built_in(model, compute_capability),
+            calibration: None,
             notes: all,
             forced: Forced::No,
             fs_root,
         }
     }
 
-    /// Replaces the built-in figures, for instance by measured ones.
+    /// Replaces the built-in figures, for instance by measured ones. A rate that the link can not carry is cut to what it
+    /// can, and one that is no rate counts as none; the [`notes`](Platform::notes) say so.
     #[must_use]
-    pub fn with_figures(mut self, figures: Figures) -> Self {
+    pub fn with_figures(mut self, mut figures: Figures) -> Self {
+        let behind_the_link = matches!(self.model, MemoryModel::Coherent | MemoryModel::Hmm | MemoryModel::Discrete);
+        self.notes.extend(figures.clamp(&self.ceiling(), behind_the_link));
         self.figures = figures;
         self
+    }
+
+    /// The most that a copy between host and device could reach one way.
+    pub(crate) fn ceiling(&self) -> Ceiling {
+        let memory = Figures::built_in(self.model, self.compute_capability).device_memory.gbs;
+        Ceiling::of(self.model, &self.topology, memory)
+    }
+
+    /// Plans with what was measured.
+    pub(crate) fn with_calibration(mut self, calibration: Arc<Calibration>) -> Self {
+        self.figures = calibration.figures(&self.figures, self.model);
+        self.calibration = Some(calibration);
+        self
+    }
+
+    /// What was measured on this device, where its [`Device`](crate::Device) was calibrated.
+    pub fn calibration(&self) -> Option<&Calibration> {
+        self.calibration.as_deref()
+    }
+
+    pub(crate) fn with_note(mut self, note: String) -> Self {
+        self.notes.push(note);
+        self
+    }
+
+    /// The topology as it is now: links slow down when idle.
+    pub(crate) fn topology_now(&self) -> Topology {
+        let host_node = self.attributes.host_numa_id.and_then(|node| u32::try_from(node).ok());
+        host::topology(&self.fs_root, self.topology.pci_bus_id.clone(), host_node)
+    }
+
+    /// The version of the kernel's driver, where the system tells it.
+    pub(crate) fn kernel_driver(&self) -> Option<String> {
+        host::kernel_driver(&self.fs_root)
     }
 
     /// Forces a strategy for every plan on this platform, beating the environment; a request's own beats this.
@@ -310,8 +355,8 @@ impl fmt::Display for Platform {
         }
         if let Some(id) = &self.topology.pci_bus_id {
             write!(f, "\n  PCI           {id}")?;
-            if let (Some(speed), Some(width)) = (&self.topology.link_speed, self.topology.link_width) {
-                write!(f, ", {speed} x{width}")?;
+            if let Some(link) = self.topology.link() {
+                write!(f, ", {link}")?;
             }
             if let Some(node) = self.topology.numa_node {
                 write!(f, ", NUMA node {node}")?;
@@ -322,6 +367,16 @@ impl fmt::Display for Platform {
         }
         for (name, value) in self.capabilities.flags() {
             write!(f, "\n  {name:<24}{}", if value { "yes" } else { "no" })?;
+        }
+        if let Some(calibration) = &self.calibration {
+            write!(f, "\n  measured      {calibration}")?;
+            match &calibration.cached_in {
+                Some(path) => write!(f, "\n                read from {}", path.display())?,
+                None => write!(f, "\n                in {:.2} s", calibration.took_seconds)?,
+            }
+            for note in &calibration.notes {
+                write!(f, "\n                {note}")?;
+            }
         }
         for note in &self.notes {
             write!(f, "\n  note: {note}")?;

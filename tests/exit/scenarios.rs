@@ -326,6 +326,7 @@ mod fork {
             let start = Instant::now();
             forked(Device::open(0).map(|_| ()));
             forked(Device::new(&gpu.stream).map(|_| ()));
+            forked(gpu.device.calibrate().map(|_| ()));
             let platform = transfer_tensor::Platform::detect(0);
             assert_eq!(platform.model(), MemoryModel::HostOnly);
             assert!(platform.notes().join(" ").contains("forked"));

@@ -1,5 +1,8 @@
 //! The tests that run on the simulated driver and, with `TRANSFER_TENSOR_DRIVER=real`, on a GPU.
 
+// They look at what is kept on disk.
+#[cfg(feature = "serde")]
+mod calibration;
 mod capture;
 mod completion;
 mod contexts;
