@@ -3,6 +3,21 @@
 
 use std::ops::Range;
 
+/// Bytes that are to go to the device and can be had piece by piece.
+#[cfg(feature = "safetensors")]
+pub(crate) trait Source: Sync {
+    /// Sets all of `into` to the bytes from `offset` on. Called from several threads, for disjoint ranges.
+    fn fill(&self, offset: usize, into: &mut [u8]) -> crate::error::Result<()>;
+}
+
+/// A part of a source, and where it goes in device memory.
+#[cfg(feature = "safetensors")]
+#[derive(Debug)]
+pub(crate) struct Part {
+    pub(crate) source: Range<usize>,
+    pub(crate) target: u64,
+}
+
 /// A piece of a copy between page-locked memory and the device. The copy engine turns to other streams between two pieces, so
 /// a small copy waits for about a millisecond behind a large one rather than for all of it; smaller pieces would cost
 /// bandwidth (on an H200 16 MiB pieces reach 0.99 of one copy's, 4 MiB 0.96).

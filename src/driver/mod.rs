@@ -9,6 +9,8 @@ pub(crate) mod managed;
 pub(crate) mod memory;
 pub(crate) mod pending;
 pub(crate) mod probe;
+#[cfg(feature = "safetensors")]
+pub(crate) mod scatter;
 pub(crate) mod staging;
 pub(crate) mod stream;
 

@@ -1,7 +1,11 @@
 //! What the operating system is asked for directly.
 
+#[cfg(feature = "safetensors")]
+mod file;
 mod maps;
 
+#[cfg(feature = "safetensors")]
+pub(crate) use file::{FileMap, ReadFile};
 pub(crate) use maps::is_file_backed;
 
 use std::alloc::{Layout, alloc, alloc_zeroed, dealloc};
