@@ -9,6 +9,8 @@ mod errors;
 mod existing;
 mod failing_calls;
 mod lacking;
+#[cfg(feature = "safetensors")]
+mod load;
 mod machines;
 mod ordering;
 mod registration;
