@@ -39,6 +39,7 @@ impl Device {
         };
         let result = chunks(bytes, STAGED_PIECE).try_for_each(|(index, range)| step(index, range.start, range.len()));
         if let Err(error) = stream.synchronize() {
+            context.count_leak();
             std::mem::forget(slots);
             return Err(error);
         }

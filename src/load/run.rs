@@ -7,6 +7,7 @@ use super::TensorInfo;
 use super::progress::Meter;
 use super::select::{Load, Reading};
 use super::source::Run;
+use crate::copy::chunks;
 use crate::driver::Stream;
 use crate::error::{Error, Kind, Result};
 use crate::layout::Shape;
@@ -114,15 +115,22 @@ impl<'j> Job<'j, '_, '_> {
         let (dtype, shape) = (info.dtype(), Shape::from(info.loaded_shape()));
         let mut decision = decision.clone();
         let aligned = info.range().start.is_multiple_of(dtype.size() as u64);
-        let usable = matches!(decision.backing, Backing::Registered | Backing::Pageable);
+        let usable = matches!(decision.backing, Backing::Registered | Backing::Pageable)
+            && device.platform().capabilities().device_reads_pageable;
         if self.load.reading != Reading::Read && usable && aligned && info.bytes() > 0 {
-            decision.reasons.push("the file's map is used in place".into());
+            // Not registered: that would be a driver call or two for each tensor, and locks nothing where this works.
+            decision.backing = Backing::Pageable;
+            decision.reasons.push("the file's map is used in place, as ordinary memory".into());
             let range = info.range().start as usize..info.range().end as usize;
-            let tensor = DynTensor::over_shared(device, decision, file.map()?, range, dtype, shape)?;
-            self.meter.add(info.bytes(), info.name())?;
-            return Ok(tensor);
+            let map = file.map()?;
+            // Read now and by the CPU: a page that the device is the first to touch costs a fault there.
+            for (_, piece) in chunks(range.len(), PIECE) {
+                map.populate(&(range.start + piece.start..range.start + piece.end));
+                self.meter.add(piece.len() as u64, info.name())?;
+            }
+            return DynTensor::over_shared(device, decision, map, range, dtype, shape);
         }
-        if !aligned {
+        if usable && !aligned {
             let why = format!(
                 "byte {} of the file is not aligned for {dtype}: it is read instead of mapped",
                 info.range().start

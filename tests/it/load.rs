@@ -183,10 +183,8 @@ fn where_memory_is_one_the_file_is_used_in_place_and_nothing_is_copied() {
             drop(tensor.bytes().device(&gpu.stream).unwrap());
             assert_eq!(tensor.bytes().copied_bytes(), (0, 0), "{name}");
             let backing = tensor.bytes().host_backing();
-            assert!(
-                matches!(backing, None | Some(Backing::Pageable | Backing::Registered)) || name.starts_with("odd"),
-                "{name}: {backing:?}"
-            );
+            let in_place = matches!(backing, None | Some(Backing::Pageable));
+            assert!(in_place || is_unaligned(&checkpoint, name), "{name}: {backing:?}");
         }
         gpu.stream.synchronize().unwrap();
         let evidence = sim.evidence();
@@ -216,6 +214,7 @@ fn pinned_memory_is_that_of_the_slots_alone() {
     for reading in [Reading::Read, Reading::Map] {
         let Some(gpu) = Gpu::simulated(H200) else { return };
         let sim = gpu.sim.as_ref().unwrap();
+        let before = sim.evidence();
         let mut peaks = Vec::new();
         for length in [40 * MIB, 120 * MIB] {
             let model = model(vec![spec("a", "U8", &[length / 2], 8), spec("b", "U8", &[length / 2], 8)], false);
@@ -226,7 +225,8 @@ fn pinned_memory_is_that_of_the_slots_alone() {
                     == model.tensors[1].3[length / 2 - 9..]
             );
             let evidence = sim.evidence();
-            assert_eq!((evidence.copied_h2d_pageable, evidence.registered_bytes_peak), (0, 0));
+            assert_eq!(evidence.copied_h2d_pageable, 0);
+            assert_eq!(evidence.registered_bytes_peak, before.registered_bytes_peak);
             peaks.push(evidence.pinned_bytes_peak);
         }
         // Reading one back took pinned memory of its size.
@@ -238,8 +238,9 @@ fn pinned_memory_is_that_of_the_slots_alone() {
 /// Field report R48: no engine run, and no wait, for each of many small tensors.
 #[test]
 fn small_neighbours_share_the_slots() {
-    let Some(gpu) = Gpu::simulated(H200) else { return };
-    let sim = gpu.sim.as_ref().unwrap();
+    // In single-stream mode cudarc records no events of its own.
+    let gpu = Gpu::on_stream(H200, |context| context.default_stream());
+    let Some(sim) = gpu.sim.as_ref() else { return };
     let tensors: Vec<_> = (0..500).map(|i| spec(&format!("layer.{i}"), "BF16", &[16, 16 + i % 3], 16)).collect();
     let model = model(tensors, false);
     let checkpoint = Checkpoint::open(&model.path).unwrap();
@@ -416,8 +417,10 @@ fn a_file_that_is_cut_or_changed_while_it_is_read_is_an_error() {
         assert!(error.is_file() && error.to_string().contains("became shorter"), "{profile}: {error}");
         assert!(error.to_string().contains(&length.to_string()), "{profile}: {error}");
         // Mapped, it is looked at before.
-        let error = checkpoint.load(&gpu.device, &gpu.stream).reading(Reading::Map).run().unwrap_err();
-        assert!(error.is_file() && error.to_string().contains("was changed"), "{profile}: {error}");
+        if profile == H200 {
+            let error = checkpoint.load(&gpu.device, &gpu.stream).reading(Reading::Map).run().unwrap_err();
+            assert!(error.is_file() && error.to_string().contains("was changed"), "{profile}: {error}");
+        }
         // As long again, but not the same.
         file.set_len(length).unwrap();
         let error = checkpoint.load(&gpu.device, &gpu.stream).run().unwrap_err();
@@ -547,7 +550,6 @@ fn a_stream_of_another_context_or_in_a_capture_is_refused() {
     gpu.stream.begin_capture(CU_STREAM_CAPTURE_MODE_RELAXED).unwrap();
     let error = checkpoint.load(&gpu.device, &gpu.stream).run().unwrap_err();
     assert!(error.is_capturing(), "{error}");
-    // SAFETY: the stream is being captured.
     let mut graph = std::ptr::null_mut();
     // SAFETY: as above; the call writes one handle.
     let ended = unsafe { transfer_tensor::cudarc::driver::sys::cuStreamEndCapture(gpu.stream.cu_stream(), &mut graph) };
@@ -564,9 +566,11 @@ fn load(gpu: &Gpu) -> Result<(), Error> {
     let checkpoint = Checkpoint::open(&MODEL.path)?;
     let loaded = checkpoint.load(&gpu.device, &gpu.stream).run()?;
     for (name, _, _, bytes) in &MODEL.tensors {
-        let host = loaded[name].bytes().host();
+        let tensor = loaded[name].bytes();
+        drop(tensor.device(&gpu.stream).or_else(|_first| tensor.device(&gpu.stream))?);
+        let host = tensor.host();
         // A download that failed has lost nothing.
-        assert!(*host.or_else(|_first| loaded[name].bytes().host())? == **bytes, "{name}");
+        assert!(*host.or_else(|_first| tensor.host())? == **bytes, "{name}");
     }
     Ok(())
 }
@@ -574,5 +578,5 @@ fn load(gpu: &Gpu) -> Result<(), Error> {
 #[test]
 fn a_load_survives_the_failure_of_any_call() {
     survives_every_failure(H200, load);
-    survives_every_failure(SPARK, load);
+    survives_every_failure(ORIN, load);
 }
