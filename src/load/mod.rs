@@ -122,10 +122,10 @@ impl Checkpoint {
     /// one file. Reads headers only.
     ///
     /// # Errors
-    /// [`is_file`](Error::is_file): something is not there or can not be read (a missing shard is named).
+    /// [`is_file`](Error::is_file): something is not there or can not be read (a missing shard is named), or a folder holds no
+    /// model, or several.
     /// [`is_bad_file`](Error::is_bad_file): a header is too long, cut, not what the format asks, or does not agree with the file's
-    /// length; a name is there twice; the index names a tensor that its file does not have, or a file outside its folder; a
-    /// folder holds no model, or several.
+    /// length; a name is there twice; the index names a tensor that its file does not have, or a file outside its folder.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         if path.is_dir() {
@@ -268,10 +268,10 @@ fn open_shard(path: &Path) -> Result<(ReadFile, Vec<Entry>)> {
 
 /// The one model of a folder.
 fn model_of(folder: &Path) -> Result<PathBuf> {
-    let failed = |error: std::io::Error| Error::new(Kind::File { path: folder.into(), why: error.to_string() });
+    let failed = |why: String| Error::new(Kind::File { path: folder.into(), why });
     let (mut indexes, mut files) = (Vec::new(), Vec::new());
-    for item in std::fs::read_dir(folder).map_err(failed)? {
-        let path = item.map_err(failed)?.path();
+    for item in std::fs::read_dir(folder).map_err(|error| failed(error.to_string()))? {
+        let path = item.map_err(|error| failed(error.to_string()))?.path();
         let name = path.file_name().unwrap_or_default().to_string_lossy().to_ascii_lowercase();
         if name.ends_with(".safetensors.index.json") {
             indexes.push(path);
@@ -284,10 +284,10 @@ fn model_of(folder: &Path) -> Result<PathBuf> {
     match (found.pop(), found.pop()) {
         (Some(one), None) => Ok(one),
         (Some(last), Some(other)) => {
-            let names = [other, last].map(|path| quoted(&path.file_name().unwrap_or_default().to_string_lossy()));
-            let why = format!("there is more than one, such as {} and {}", names[0], names[1]);
-            Err(bad(folder, "folder of one model", why))
+            let [other, last] =
+                [other, last].map(|path| quoted(&path.file_name().unwrap_or_default().to_string_lossy()));
+            Err(failed(format!("a folder of more than one model, such as {other} and {last}")))
         }
-        (None, _) => Err(bad(folder, "folder of one model", "there is no .safetensors file and no index of one")),
+        (None, _) => Err(failed("a folder without a .safetensors file or an index of some".into())),
     }
 }
