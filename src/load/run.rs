@@ -54,8 +54,8 @@ impl<'j> Job<'j, '_, '_> {
         }
         let mut shards: Vec<_> = tensors.iter().map(|info| info.shard).collect();
         shards.dedup();
-        let files = shards.into_iter().filter_map(|shard| self.load.checkpoint.shards.get(shard));
-        files.map(ReadFile::check_unchanged).collect::<Result<()>>()?;
+        let mut files = shards.into_iter().filter_map(|shard| self.load.checkpoint.shards.get(shard));
+        files.try_for_each(ReadFile::check_unchanged)?;
         Ok(loaded)
     }
 

@@ -15,7 +15,9 @@ use super::region::{Owner, Region, Submitted};
 use crate::device::Device;
 use crate::driver::memory::{Pinned, alloc_device, slice_address};
 use crate::driver::{Event, Stream, Way, copy};
-use crate::element::{DType, Element};
+#[cfg(feature = "safetensors")]
+use crate::element::DType;
+use crate::element::Element;
 use crate::error::{Error, Kind, Result};
 use crate::plan::{Backing, Decision, Strategy};
 use crate::ranges::RangeSet;
@@ -78,6 +80,7 @@ impl Store {
     }
 
     /// As [`new`](Store::new), for an element type that is known at run time only.
+    #[cfg(feature = "safetensors")]
     pub(crate) fn of_dtype(
         device: Option<Device>,
         bytes: usize,

@@ -205,7 +205,7 @@ fn where_memory_is_one_the_file_is_used_in_place_and_nothing_is_copied() {
 fn is_unaligned(checkpoint: &Checkpoint, name: &str) -> bool {
     let before: u64 = checkpoint.tensors().iter().take_while(|info| info.name() != name).map(|info| info.bytes()).sum();
     let info = checkpoint.get(name).unwrap();
-    before % info.dtype().size() as u64 != 0
+    !before.is_multiple_of(info.dtype().size() as u64)
 }
 
 /// Whatever the file's size, and whichever way it is read: the same slots.
