@@ -71,6 +71,7 @@ mod load;
 mod os;
 mod plan;
 mod platform;
+mod pool;
 mod ranges;
 mod sync;
 #[allow(unsafe_code)]
@@ -78,7 +79,7 @@ mod tensor;
 mod trace;
 
 pub use cudarc;
-pub use device::{Device, DeviceStats};
+pub use device::{Device, DeviceBuilder, DeviceStats};
 pub use driver::managed::{Advice, Location};
 pub use element::{DType, Element};
 pub use error::{Error, Refused, Result};
@@ -86,9 +87,11 @@ pub use layout::Shape;
 #[cfg(feature = "safetensors")]
 pub use load::{Checkpoint, Load, Progress, Reading, TensorInfo};
 pub use plan::{
-    Access, Backing, ByMemory, Decision, Direction, Estimate, Figures, HostMemory, Rate, Request, Strategy, plan,
+    Access, Backing, ByMemory, Decision, Direction, Estimate, Figures, HostMemory, Rate, Request, Strategy, Tuning,
+    plan,
 };
 pub use platform::{Attributes, Capabilities, Detector, MemoryFigures, MemoryModel, Platform, Topology};
+pub use pool::{PinnedBuffer, PinnedPool, PoolOptions, PoolStats, WhenFull};
 pub use tensor::{
     DeviceMut, DeviceRef, DynTensor, HostMut, HostRef, SharedTensor, TensorOptions, TensorView, TensorViewMut,
     Transfer, TransferTensor,

@@ -36,7 +36,7 @@ fn write(path: &Path) {
     let bytes: Vec<u8> = (0..BYTES).map(|i| (i * 7 % 251) as u8).collect();
     let half = |bytes| safetensors::tensor::TensorView::new(safetensors::Dtype::U8, vec![BYTES / 2], bytes).unwrap();
     let tensors = [("a", half(&bytes[..BYTES / 2])), ("b", half(&bytes[BYTES / 2..]))];
-    safetensors::serialize_to_file(tensors, None, path).unwrap();
+    fs::write(path, safetensors::serialize(tensors, None).unwrap()).unwrap();
 }
 
 /// Loads the file; page faults meanwhile, and by how much the process grew at most.

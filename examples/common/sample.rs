@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use safetensors::tensor::{Dtype, TensorView, serialize_to_file};
+use safetensors::tensor::{Dtype, TensorView, serialize};
 use serde_json::{Map, Value, json};
 use tempfile::TempDir;
 
@@ -85,7 +85,7 @@ fn write(path: &Path, tensors: &[(&str, Dtype, &[usize])], seed: &mut u64) -> Re
     for ((name, dtype, shape), bytes) in tensors.iter().zip(&contents) {
         views.push((*name, TensorView::new(*dtype, shape.to_vec(), bytes).map_err(failed)?));
     }
-    serialize_to_file(views, None, path).map_err(failed)
+    std::fs::write(path, serialize(views, None).map_err(failed)?).map_err(failed)
 }
 
 /// Bytes without a pattern, so that a byte in the wrong place shows.

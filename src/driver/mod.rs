@@ -1,6 +1,7 @@
 //! The only place that calls `cudarc::driver::{sys, result}`.
 
 pub(crate) mod call;
+mod carry;
 pub(crate) mod context;
 pub(crate) mod copy;
 pub(crate) mod event;
@@ -9,8 +10,6 @@ pub(crate) mod managed;
 pub(crate) mod memory;
 pub(crate) mod pending;
 pub(crate) mod probe;
-#[cfg(feature = "safetensors")]
-pub(crate) mod scatter;
 pub(crate) mod staging;
 pub(crate) mod stream;
 

@@ -36,7 +36,7 @@ const INDEX: &str = "index of a sharded model";
 /// # let path = folder.path().join("model.safetensors");
 /// # let bytes = [0u8; 12];
 /// # let weight = safetensors::tensor::TensorView::new(safetensors::Dtype::F32, vec![3], &bytes)?;
-/// # safetensors::serialize_to_file([("weight", weight)], None, &path)?;
+/// # std::fs::write(&path, safetensors::serialize([("weight", weight)], None)?)?;
 /// use transfer_tensor::{Checkpoint, TransferTensor};
 ///
 /// let checkpoint = Checkpoint::open(&path)?;
