@@ -77,7 +77,13 @@ fn a_files_pages_are_not_faulted_in_one_by_one_and_do_not_pile_up() {
         println!("{what}");
         assert!(faults <= BYTES as u64 / (64 << 10), "{what}");
         // In place the file's pages are the tensors.
-        let allowed = if strategy == Strategy::Streamed { BYTES / 100 } else { BYTES + BYTES / 100 };
+        // Copied from a map, what each thread is at is mapped.
+        let threads = std::thread::available_parallelism().map_or(1, usize::from).min(32);
+        let allowed = match (strategy, reading) {
+            (Strategy::Streamed, Reading::Map) => threads * (4 << 20),
+            (Strategy::Streamed, _) => 0,
+            _ => BYTES,
+        } + BYTES / 100;
         assert!(grown <= allowed as u64, "{what}");
     }
 }

@@ -214,23 +214,21 @@ fn pinned_memory_is_that_of_the_slots_alone() {
     for reading in [Reading::Read, Reading::Map] {
         let Some(gpu) = Gpu::simulated(H200) else { return };
         let sim = gpu.sim.as_ref().unwrap();
-        let before = sim.evidence();
-        let mut peaks = Vec::new();
-        for length in [40 * MIB, 120 * MIB] {
-            let model = model(vec![spec("a", "U8", &[length / 2], 8), spec("b", "U8", &[length / 2], 8)], false);
+        // Pinned by the driver's allocator, or registered.
+        let pinned = || sim.evidence().pinned_bytes_peak + sim.evidence().registered_bytes_peak;
+        let peaks = [32, 96].map(|mib| {
+            let half = mib * MIB / 2;
+            let model = model(vec![spec("a", "U8", &[half], 8), spec("b", "U8", &[half], 8)], false);
             let checkpoint = Checkpoint::open(&model.path).unwrap();
-            let loaded = checkpoint.load(&gpu.device, &gpu.stream).reading(reading).run().unwrap();
-            assert!(
-                *loaded["b"].bytes().view(length / 2 - 9..).unwrap().host().unwrap()
-                    == model.tensors[1].3[length / 2 - 9..]
-            );
-            let evidence = sim.evidence();
-            assert_eq!(evidence.copied_h2d_pageable, 0);
-            assert_eq!(evidence.registered_bytes_peak, before.registered_bytes_peak);
-            peaks.push(evidence.pinned_bytes_peak);
-        }
-        // Reading one back took pinned memory of its size.
-        assert!(peaks[0] <= (20 + 64) * MIB as u64 && peaks[1] - peaks[0] <= 40 * MIB as u64, "{peaks:?}");
+            drop(checkpoint.load(&gpu.device, &gpu.stream).reading(reading).run().unwrap());
+            pinned()
+        });
+        // Two slots of 4 MiB for each thread, and small change.
+        let threads = std::thread::available_parallelism().map_or(1, usize::from).min(32);
+        let allowed = (threads * 8 * MIB + MIB) as u64;
+        assert!(peaks.iter().all(|&peak| peak <= allowed), "{reading:?}: {peaks:?} of {allowed}");
+        assert_eq!(sim.evidence().copied_h2d_pageable, 0);
+        assert!(sim.evidence().copied_h2d_pinned >= 128 * MIB as u64);
         gpu.finish();
     }
 }
@@ -561,7 +559,7 @@ fn a_stream_of_another_context_or_in_a_capture_is_refused() {
 
 fn load(gpu: &Gpu) -> Result<(), Error> {
     static MODEL: LazyLock<Model> = LazyLock::new(|| {
-        sharded(vec![spec("a", "F32", &[MIB + 77], 32), spec("b", "U8", &[3], 8), spec("c", "F16", &[2 * MIB], 16)])
+        sharded(vec![spec("a", "F32", &[300_077], 32), spec("b", "U8", &[3], 8), spec("c", "F16", &[400_000], 16)])
     });
     let checkpoint = Checkpoint::open(&MODEL.path)?;
     let loaded = checkpoint.load(&gpu.device, &gpu.stream).run()?;
