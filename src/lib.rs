@@ -93,8 +93,8 @@ pub use plan::{
 pub use platform::{Attributes, Capabilities, Detector, MemoryFigures, MemoryModel, Platform, Topology};
 pub use pool::{PinnedBuffer, PinnedPool, PoolOptions, PoolStats, WhenFull};
 pub use tensor::{
-    DeviceMut, DeviceRef, DynTensor, HostMut, HostRef, SharedTensor, TensorOptions, TensorView, TensorViewMut,
-    Transfer, TransferTensor,
+    DeviceMemory, DeviceMut, DeviceRef, DynTensor, HostMut, HostRef, SharedTensor, TensorOptions, TensorView,
+    TensorViewMut, Transfer, TransferTensor,
 };
 
 /// The README's example compiles.

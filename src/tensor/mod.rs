@@ -10,6 +10,7 @@ mod host_guard;
 mod landing;
 mod options;
 mod region;
+mod slices;
 mod store;
 mod track;
 mod transfer;
@@ -28,6 +29,7 @@ pub use host_guard::{HostMut, HostRef};
 #[cfg(feature = "safetensors")]
 pub(crate) use landing::Landing;
 pub use options::TensorOptions;
+pub use slices::DeviceMemory;
 pub use transfer::Transfer;
 pub use view::{SharedTensor, TensorView, TensorViewMut};
 
