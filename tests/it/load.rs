@@ -124,6 +124,10 @@ fn check(gpu: &Gpu, loaded: &BTreeMap<String, DynTensor>, tensors: &[Spec], what
             Ok(dtype) => assert_eq!((tensor.dtype(), tensor.shape().dims()), (dtype, &shape[..]), "{what}"),
             Err(_) => assert_eq!((tensor.dtype(), tensor.shape().dims()), (DType::U8, &[bytes.len()][..]), "{what}"),
         }
+        if !bytes.is_empty() {
+            let address = tensor.bytes().device(&gpu.stream).unwrap().address();
+            assert!(address.is_multiple_of(tensor.dtype().size() as u64), "{what}: {address:#x}");
+        }
         check_bytes(gpu, &kernels, tensor, bytes, &what);
     }
 }
@@ -248,8 +252,8 @@ fn small_neighbours_share_the_slots() {
     let loaded = checkpoint.load(&gpu.device, &gpu.stream).run().unwrap();
     let calls = sim.calls();
     let count = |name: &str| calls.iter().filter(|call| call.name == name).count();
-    assert_eq!(count("cuMemcpyHtoDAsync_v2"), 500);
-    // 256 KiB are one piece.
+    // One each, and one more where a piece ends within a tensor.
+    assert!((500..510).contains(&count("cuMemcpyHtoDAsync_v2")), "{}", count("cuMemcpyHtoDAsync_v2"));
     assert!(count("cuEventRecord") <= 10, "{}", count("cuEventRecord"));
     assert!(count("cuStreamSynchronize") <= 1);
     check(&gpu, &loaded, &model.tensors, "small");
@@ -387,6 +391,29 @@ fn a_load_that_is_cancelled_leaves_nothing_and_the_next_is_exact() {
             gpu.finish();
         }
     }
+}
+
+/// The load returns when the file is read; who looks at a tensor waits for its copy.
+#[test]
+fn a_tensor_is_looked_at_when_its_copy_has_run() {
+    let model = model(vec![spec("a", "F32", &[1000], 32), spec("b", "U8", &[3], 8)], false);
+    let checkpoint = Checkpoint::open(&model.path).unwrap();
+    let gpu = Gpu::any(H200);
+    // Warm: nothing is pinned behind the gate, and device memory comes from a pool.
+    let first = checkpoint.load(&gpu.device, &gpu.stream).run().unwrap();
+    assert!(*first["a"].bytes().host().unwrap() == model.tensors[0].3);
+    drop(first);
+    gpu.stream.synchronize().unwrap();
+    let gate = gpu.gate(&gpu.stream);
+    let loaded = checkpoint.load(&gpu.device, &gpu.stream).run().unwrap();
+    let dropped = checkpoint.load(&gpu.device, &gpu.stream).run().unwrap();
+    drop(dropped);
+    let opener = gate.open_later();
+    assert!(*loaded["a"].bytes().host().unwrap() == model.tensors[0].3);
+    assert!(opener.opened(), "looked at while the copy was held");
+    assert!(*loaded["b"].bytes().host().unwrap() == model.tensors[1].3);
+    drop((opener, loaded));
+    gpu.finish();
 }
 
 #[test]
