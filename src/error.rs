@@ -6,6 +6,7 @@
 #![deny(unsafe_code)]
 
 use std::fmt;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 /// What this crate's fallible functions return.
@@ -69,6 +70,18 @@ pub(crate) enum Kind {
     Shared { what: &'static str },
     /// A thread of this crate could not be started or is gone.
     Thread { what: String },
+    /// A file could not be opened or read, or was changed meanwhile.
+    #[cfg_attr(not(feature = "safetensors"), allow(dead_code))]
+    File { path: PathBuf, why: String },
+    /// What a file says about itself does not hold.
+    #[cfg_attr(not(feature = "safetensors"), allow(dead_code))]
+    BadFile { path: PathBuf, what: &'static str, why: String },
+    /// A model has no tensor of this name.
+    #[cfg_attr(not(feature = "safetensors"), allow(dead_code))]
+    UnknownTensor { name: String, path: PathBuf, tensors: usize },
+    /// The caller's progress function said that it is enough.
+    #[cfg_attr(not(feature = "safetensors"), allow(dead_code))]
+    Cancelled { done: u64, total: u64 },
 }
 
 impl Error {
@@ -153,7 +166,23 @@ impl Error {
                 | Kind::DType { .. }
                 | Kind::Parse { .. }
                 | Kind::WrongContext { .. }
+                | Kind::UnknownTensor { .. }
         )
+    }
+
+    /// A file could not be opened, read or mapped, or it was changed while it was read.
+    pub fn is_file(&self) -> bool {
+        matches!(*self.kind, Kind::File { .. })
+    }
+
+    /// What a file says about itself does not hold: it is cut, its header lies, a part of it is missing.
+    pub fn is_bad_file(&self) -> bool {
+        matches!(*self.kind, Kind::BadFile { .. })
+    }
+
+    /// The caller's progress function asked to stop.
+    pub fn is_cancelled(&self) -> bool {
+        matches!(*self.kind, Kind::Cancelled { .. })
     }
 
     /// The view asked for is strided, overlapping or reversed: not one contiguous block.
@@ -228,6 +257,12 @@ impl fmt::Display for Error {
             Kind::NotReady => f.write_str("the transfer is still running"),
             Kind::Shared { what } => write!(f, "{what} is still shared"),
             Kind::Thread { what } => write!(f, "a worker thread is not available: {what}"),
+            Kind::File { path, why } => write!(f, "{}: {why}", path.display()),
+            Kind::BadFile { path, what, why } => write!(f, "{}: not a valid {what}: {why}", path.display()),
+            Kind::UnknownTensor { name, path, tensors } => {
+                write!(f, "{}: there is no tensor {name:?} among its {tensors}", path.display())
+            }
+            Kind::Cancelled { done, total } => write!(f, "cancelled by the caller after {done} of {total} bytes"),
         }
     }
 }

@@ -48,6 +48,7 @@
 //! # Crate features
 //!
 //! - `serde` (default): reports and decisions implement `Serialize`, and calibrations are kept on disk.
+//! - `safetensors` (default): [`Checkpoint`], which streams the tensors of files to the device.
 //! - `half`, `float8`: their types as elements.
 //! - `dynamic-linking`: link libcuda at build time instead of loading it at run time.
 //! - `nvtx`: NVTX ranges with byte counts around uploads, downloads and waits, in the domain `transfer-tensor`; its build needs
@@ -66,6 +67,8 @@ pub(crate) mod driver;
 mod element;
 mod error;
 mod layout;
+#[cfg(feature = "safetensors")]
+mod load;
 #[allow(unsafe_code)]
 mod os;
 mod plan;
@@ -84,6 +87,8 @@ pub use driver::managed::{Advice, Location};
 pub use element::{DType, Element};
 pub use error::{Error, Refused, Result};
 pub use layout::Shape;
+#[cfg(feature = "safetensors")]
+pub use load::{Checkpoint, Load, Progress, Reading, TensorInfo};
 pub use plan::{
     Access, Backing, ByMemory, Decision, Direction, Estimate, Figures, HostMemory, Rate, Request, Strategy, Tuning,
     plan,

@@ -1,12 +1,16 @@
 //! What the examples share: which machine to run on, and how to say what went wrong.
 #![allow(dead_code, unreachable_pub, reason = "each example uses a part, as a module of its own")]
 
-use std::path::PathBuf;
+#[cfg(feature = "safetensors")]
+pub mod sample;
+
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::{Args, Parser};
 use cuda_sim::profile::{BUILTIN_TOML, Profile};
 use cuda_sim::{Device, DeviceBuilder};
+use indicatif::{ProgressBar, ProgressStyle};
 use transfer_tensor::{Detector, Platform};
 
 /// A bad argument.
@@ -152,6 +156,35 @@ impl Machine {
             (None, None) => "none",
         }
     }
+}
+
+/// Opens a model: a path at which there is none is a bad argument, one that does not hold together is not.
+#[cfg(feature = "safetensors")]
+pub fn open(path: &Path) -> Result<transfer_tensor::Checkpoint, Failure> {
+    transfer_tensor::Checkpoint::open(path)
+        .map_err(|error| if error.is_file() { Failure::usage(error) } else { Failure::other(error) })
+}
+
+/// A bar on a terminal, nothing elsewhere.
+pub fn progress(bytes: u64, wanted: bool) -> ProgressBar {
+    // On stderr; it stays hidden where that is no terminal.
+    if !wanted {
+        return ProgressBar::hidden();
+    }
+    let style = ProgressStyle::with_template("{bar:40} {bytes}/{total_bytes} {elapsed} {msg}");
+    ProgressBar::new(bytes).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
+}
+
+/// A text from a file as it may go to a terminal: control and formatting characters are escaped.
+pub fn printable(text: &str) -> String {
+    let mut shown = String::new();
+    for c in text.chars() {
+        match c {
+            '"' | '\'' | '\\' => shown.push(c),
+            c => shown.extend(c.escape_debug()),
+        }
+    }
+    shown
 }
 
 /// A number of bytes: plain, or with a unit (`256MiB`, `4k`, `1GB`). `k`, `M`, `G`, `T` alone count in 1024.

@@ -2,19 +2,18 @@
 
 use std::time::Duration;
 
-use indicatif::{ProgressBar, ProgressStyle};
+use indicatif::ProgressBar;
 use transfer_tensor::cudarc::driver::CudaContext;
-use transfer_tensor::{Backing, DType, Device, DynTensor, Platform, Strategy};
+use transfer_tensor::{Backing, Checkpoint, Device, DynTensor, Platform, Strategy, TensorInfo};
 
 use crate::common::{Failure, Machine};
-use crate::file::{Entry, ModelFile};
 use crate::kernel::{Kernel, index_hash};
 use crate::meter::{Holding, Meter};
 
 /// What happened to one tensor.
 #[derive(Debug)]
 pub(crate) struct Row {
-    pub(crate) entry: Entry,
+    pub(crate) entry: TensorInfo,
     pub(crate) strategy: Strategy,
     pub(crate) backing: Backing,
     pub(crate) copied: u64,
@@ -59,7 +58,7 @@ impl Outcome {
 /// at once.
 pub(crate) fn hand_over(
     machine: &Machine,
-    file: &ModelFile,
+    file: &Checkpoint,
     strategy: Option<Strategy>,
     progress: &ProgressBar,
 ) -> Result<Outcome, Failure> {
@@ -74,9 +73,9 @@ pub(crate) fn hand_over(
     let free = memory.free_bytes.min(memory.host_available.unwrap_or(u64::MAX));
     let resident = file.bytes() <= free / 2;
     let mut job = Job { device: &device, kernel, file, strategy, resident, kept: Vec::new(), held: Holding::default() };
-    let mut rows = Vec::with_capacity(file.tensors.len());
+    let mut rows = Vec::with_capacity(file.tensors().len());
     let mut notes = Vec::new();
-    for entry in &file.tensors {
+    for entry in file.tensors() {
         let (row, tensor) = job.one(entry, &mut meter)?;
         for reason in tensor.bytes().decision().reasons.iter().filter(|reason| reason.contains("refused")) {
             if !notes.contains(reason) {
@@ -111,7 +110,7 @@ pub(crate) fn hand_over(
 struct Job<'j> {
     device: &'j Device,
     kernel: Kernel,
-    file: &'j ModelFile,
+    file: &'j Checkpoint,
     strategy: Option<Strategy>,
     /// Tensors are kept until the end.
     resident: bool,
@@ -121,8 +120,8 @@ struct Job<'j> {
 }
 
 impl Job<'_> {
-    fn one(&mut self, entry: &Entry, meter: &mut Meter<'_>) -> Result<(Row, DynTensor), Failure> {
-        let named = |error: transfer_tensor::Error| Failure::other(format!("tensor {:?}: {error}", entry.name));
+    fn one(&mut self, entry: &TensorInfo, meter: &mut Meter<'_>) -> Result<(Row, DynTensor), Failure> {
+        let named = |error: transfer_tensor::Error| Failure::other(format!("tensor {:?}: {error}", entry.name()));
         let made = self.make(entry);
         let mut tensor = match made {
             // A limit that nobody told, such as WSL's on page-locked memory: without the others there is room.
@@ -140,7 +139,7 @@ impl Job<'_> {
 
         // The file's bytes go straight into the tensor's own memory: no buffer in between, no second copy.
         let begin = meter.mark();
-        self.file.read(entry, 0, &mut tensor.bytes_mut().host_mut().map_err(named)?)?;
+        self.file.read(entry.name(), 0, &mut tensor.bytes_mut().host_mut().map_err(named)?)?;
         let start = meter.mark();
         self.kernel.launch(stream, &mut tensor.bytes_mut().device_mut(stream).map_err(named)?)?;
         let back = tensor.bytes().host().map_err(named)?;
@@ -166,21 +165,17 @@ impl Job<'_> {
         Ok((row, tensor))
     }
 
-    /// A tensor of the entry's type and shape. Types that have no counterpart here (of 4 or 6 bits, complex) travel as
-    /// their bytes.
-    fn make(&self, entry: &Entry) -> transfer_tensor::Result<DynTensor> {
+    /// A tensor of the entry's type and shape.
+    fn make(&self, entry: &TensorInfo) -> transfer_tensor::Result<DynTensor> {
         let mut options = self.device.tensor();
         if let Some(strategy) = self.strategy {
             options = options.strategy(strategy);
         }
-        match entry.dtype.to_string().parse::<DType>() {
-            Ok(dtype) => DynTensor::zeros(options, dtype, entry.shape.clone()),
-            Err(_) => DynTensor::zeros(options, DType::U8, entry.bytes() as usize),
-        }
+        DynTensor::zeros(options, entry.dtype(), entry.loaded_shape())
     }
 
     /// Undoes the kernel's change on what came back, and compares with the file.
-    fn first_difference(&self, entry: &Entry, back: &[u8]) -> Result<Option<u64>, Failure> {
+    fn first_difference(&self, entry: &TensorInfo, back: &[u8]) -> Result<Option<u64>, Failure> {
         const PIECE: usize = 1 << 20;
         if back.len() as u64 != entry.bytes() {
             return Ok(Some(back.len() as u64));
@@ -189,7 +184,7 @@ impl Job<'_> {
         let mut offset = 0;
         for changed in back.chunks(PIECE) {
             let original = &mut original[..changed.len()];
-            self.file.read(entry, offset, original)?;
+            self.file.read(entry.name(), offset, original)?;
             let differs = |(index, (changed, original)): (u64, (&u8, &u8))| {
                 let undone = changed ^ index_hash(index);
                 (undone != *original).then_some(index)
@@ -219,14 +214,4 @@ impl Job<'_> {
         const LONG: Duration = Duration::from_secs(60);
         self.device.drain(LONG).map_err(|error| Failure::other(format!("freeing memory: {error}")))
     }
-}
-
-/// A bar on a terminal, nothing elsewhere.
-pub(crate) fn progress(bytes: u64, wanted: bool) -> ProgressBar {
-    // On stderr; it stays hidden where that is no terminal.
-    if !wanted {
-        return ProgressBar::hidden();
-    }
-    let style = ProgressStyle::with_template("{bar:40} {bytes}/{total_bytes} {elapsed}");
-    ProgressBar::new(bytes).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
 }

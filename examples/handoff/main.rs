@@ -9,24 +9,21 @@
 
 #[path = "../common/mod.rs"]
 mod common;
-mod file;
 mod handover;
 mod kernel;
 mod meter;
 mod report;
-mod sample;
 
 use std::path::PathBuf;
 use std::process::{Command, ExitCode, Output};
 
 use clap::Parser;
 use serde_json::{Value, json};
-use transfer_tensor::{Detector, Strategy};
+use transfer_tensor::{Checkpoint, Detector, Strategy};
 
+use common::sample::Sample;
 use common::{Failure, Machine, MachineArgs, print};
-use file::ModelFile;
 use handover::Outcome;
-use sample::Sample;
 
 /// Where there is no GPU: one machine of each kind.
 const SIMULATED: [&str; 3] = ["dgx_spark_gb10", "gh200_480gb_numa", "x86_h200_sxm_gen5"];
@@ -66,7 +63,7 @@ fn main() -> ExitCode {
 fn run(arguments: Arguments) -> Result<ExitCode, Failure> {
     let sample = arguments.file.is_none().then(Sample::make).transpose()?;
     let path = arguments.file.as_deref().or(sample.as_ref().map(Sample::path));
-    let file = ModelFile::open(path.ok_or_else(|| Failure::usage("no file"))?)?;
+    let file = common::open(path.ok_or_else(|| Failure::usage("no file"))?)?;
 
     let simulated = arguments.machine.simulate.is_some() || arguments.machine.profile.is_some();
     if !simulated {
@@ -86,11 +83,11 @@ fn run(arguments: Arguments) -> Result<ExitCode, Failure> {
     verdict(&outcome)
 }
 
-fn on_machine(arguments: &Arguments, file: &ModelFile, machine: &Machine) -> Result<Outcome, Failure> {
+fn on_machine(arguments: &Arguments, file: &Checkpoint, machine: &Machine) -> Result<Outcome, Failure> {
     if machine.simulated.is_some() {
         cuda_sim::register_kernel(kernel::NAME, kernel::change_every_byte).map_err(Failure::other)?;
     }
-    let progress = handover::progress(file.bytes(), !arguments.json);
+    let progress = common::progress(file.bytes(), !arguments.json);
     handover::hand_over(machine, file, arguments.strategy, &progress)
 }
 
@@ -107,7 +104,7 @@ fn verdict(outcome: &Outcome) -> Result<ExitCode, Failure> {
 
 /// There is no GPU: shows what would happen on three machines. A failure on one is part of the answer, and of the exit
 /// code.
-fn on_simulated_machines(arguments: &Arguments, file: &ModelFile, why: &str) -> Result<ExitCode, Failure> {
+fn on_simulated_machines(arguments: &Arguments, file: &Checkpoint, why: &str) -> Result<ExitCode, Failure> {
     let note = format!("no GPU here ({why}); these are simulated machines");
     if !arguments.json {
         print(&note);
@@ -136,7 +133,7 @@ fn on_simulated_machines(arguments: &Arguments, file: &ModelFile, why: &str) -> 
 
 /// One simulated machine in a process of its own: a process has one driver, and here that may be a library which is
 /// loaded already and sees no device.
-fn in_a_process(arguments: &Arguments, file: &ModelFile, key: &str) -> Result<Output, Failure> {
+fn in_a_process(arguments: &Arguments, file: &Checkpoint, key: &str) -> Result<Output, Failure> {
     let failed = |error| Failure::other(format!("{key}: no process for it: {error}"));
     let mut command = Command::new(std::env::current_exe().map_err(failed)?);
     command.arg(file.path()).args(["--simulate", key]);

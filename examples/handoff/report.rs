@@ -4,13 +4,13 @@ use std::time::Duration;
 
 use comfy_table::{CellAlignment, Table, presets};
 use serde_json::{Value, json};
+use transfer_tensor::Checkpoint;
 
-use crate::common::{size, time};
-use crate::file::{ModelFile, printable};
+use crate::common::{printable, size, time};
 use crate::handover::{Outcome, Row};
 
 /// One machine's outcome as JSON.
-pub(crate) fn json(file: &ModelFile, outcome: &Outcome) -> Value {
+pub(crate) fn json(file: &Checkpoint, outcome: &Outcome) -> Value {
     let Outcome { driver, profile, platform, bytes, .. } = outcome;
     json!({
         "file": file.path().display().to_string(),
@@ -41,9 +41,9 @@ pub(crate) fn json(file: &ModelFile, outcome: &Outcome) -> Value {
 
 fn row(row: &Row) -> Value {
     json!({
-        "name": row.entry.name,
-        "dtype": row.entry.dtype.to_string(),
-        "shape": row.entry.shape,
+        "name": row.entry.name(),
+        "dtype": row.entry.file_dtype().to_owned(),
+        "shape": row.entry.shape(),
         "bytes": row.entry.bytes(),
         "strategy": row.strategy.as_str(),
         "backing": row.backing.as_str(),
@@ -68,9 +68,9 @@ pub(crate) fn text(outcome: &Outcome) -> String {
     }
     for row in &outcome.rows {
         table.add_row([
-            row.entry.name.chars().flat_map(printable).collect(),
-            row.entry.dtype.to_string(),
-            format!("{:?}", row.entry.shape),
+            printable(row.entry.name()),
+            row.entry.file_dtype().to_owned(),
+            format!("{:?}", row.entry.shape()),
             row.entry.bytes().to_string(),
             row.strategy.to_string(),
             row.backing.to_string(),

@@ -1,9 +1,13 @@
 //! What the operating system is asked for directly.
 
+#[cfg(feature = "safetensors")]
+mod file;
 mod mapping;
 mod maps;
 mod stream;
 
+#[cfg(feature = "safetensors")]
+pub(crate) use file::{FileMap, ReadFile};
 pub(crate) use mapping::{HUGE_PAGE, Mapping, advise_huge};
 pub(crate) use maps::is_file_backed;
 pub(crate) use stream::copy_past_caches;

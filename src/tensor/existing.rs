@@ -22,7 +22,7 @@ use crate::plan::{Backing, Decision, HostMemory, Strategy};
 use crate::platform::MemoryModel;
 use crate::ranges::RangeSet;
 
-const SHARED_MEMORY: &str = "its memory is shared with others";
+pub(super) const SHARED_MEMORY: &str = "its memory is shared with others";
 
 impl<'d> TensorOptions<'d> {
     /// A tensor that owns `values`. Where the device can use that memory (directly, or registered) nothing is copied; on
@@ -66,7 +66,7 @@ impl<'d> TensorOptions<'d> {
     /// # Safety
     /// `bytes` initialised bytes are at `host`; what `keep` makes, given the registration (which it drops first), holds them
     /// there until it is dropped, and nobody else writes to them.
-    unsafe fn over_host<T: Element>(
+    pub(super) unsafe fn over_host<T: Element>(
         &self,
         host: NonNull<u8>,
         bytes: usize,
@@ -337,7 +337,7 @@ enum Place {
 }
 
 /// The owner of memory, and the registration of that memory, which ends first.
-fn kept<O: Any + Send>(registration: Option<Registration>, owner: O) -> Box<dyn Any + Send> {
+pub(super) fn kept<O: Any + Send>(registration: Option<Registration>, owner: O) -> Box<dyn Any + Send> {
     match registration {
         Some(registration) => Box::new(Registered::new(registration, owner)),
         None => Box::new(owner),
@@ -345,7 +345,7 @@ fn kept<O: Any + Send>(registration: Option<Registration>, owner: O) -> Box<dyn 
 }
 
 /// An `Arc` that is only kept.
-struct Keep<O: ?Sized>(#[allow(dead_code)] Arc<O>);
+pub(super) struct Keep<O: ?Sized>(#[allow(dead_code)] pub(super) Arc<O>);
 
 /// The device's side of a tensor again, from a slice that was taken out of one.
 pub(super) fn slice_region<T: Element>(device: &Device, slice: CudaSlice<T>, used_by: &Stream) -> Result<Region> {

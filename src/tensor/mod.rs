@@ -6,6 +6,8 @@ mod existing;
 mod give;
 mod hints;
 mod host_guard;
+#[cfg(feature = "safetensors")]
+mod landing;
 mod options;
 mod region;
 mod slices;
@@ -24,6 +26,8 @@ use cudarc::driver::CudaStream;
 pub use device_guard::{DeviceMut, DeviceRef};
 pub use dynamic::DynTensor;
 pub use host_guard::{HostMut, HostRef};
+#[cfg(feature = "safetensors")]
+pub(crate) use landing::Landing;
 pub use options::TensorOptions;
 pub use slices::DeviceMemory;
 pub use transfer::Transfer;

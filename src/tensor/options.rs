@@ -40,6 +40,9 @@ pub struct TensorOptions<'d> {
 pub(super) enum Init<'a> {
     Zero,
     Copy(&'a [u8]),
+    /// Whatever is there; who made it sets it.
+    #[cfg(feature = "safetensors")]
+    Later,
 }
 
 impl<'d> TensorOptions<'d> {
@@ -228,6 +231,8 @@ fn region_of(device: &Device, backing: Backing, bytes: usize) -> Result<Region> 
 fn filled(region: Region, init: &Init<'_>) -> Result<Region> {
     let host = region.host()?;
     match init {
+        #[cfg(feature = "safetensors")]
+        Init::Later => {}
         // Already zeros.
         Init::Zero if matches!(region.backing(), Backing::Pageable | Backing::Registered) => {}
         // SAFETY: the region is ours alone and `bytes` long.

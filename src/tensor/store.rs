@@ -15,6 +15,8 @@ use super::region::{Owner, Region, Submitted};
 use crate::device::Device;
 use crate::driver::memory::{alloc_device, slice_address};
 use crate::driver::{Event, Stream, Way, copy};
+#[cfg(feature = "safetensors")]
+use crate::element::DType;
 use crate::element::Element;
 use crate::error::{Error, Kind, Result};
 use crate::plan::{Backing, Decision, Strategy};
@@ -75,6 +77,43 @@ impl Store {
             uploaded: AtomicU64::new(0),
             downloaded: AtomicU64::new(0),
         })
+    }
+
+    /// As [`new`](Store::new), for an element type that is known at run time only.
+    #[cfg(feature = "safetensors")]
+    pub(crate) fn of_dtype(
+        device: Option<Device>,
+        bytes: usize,
+        dtype: DType,
+        decision: Decision,
+        read_only: Option<&'static str>,
+        state: State,
+    ) -> Arc<Self> {
+        let make = match dtype {
+            DType::Bool => Self::new::<bool>,
+            DType::U8 => Self::new::<u8>,
+            DType::I8 => Self::new::<i8>,
+            DType::U16 => Self::new::<u16>,
+            DType::I16 => Self::new::<i16>,
+            DType::U32 => Self::new::<u32>,
+            DType::I32 => Self::new::<i32>,
+            DType::F32 => Self::new::<f32>,
+            DType::U64 => Self::new::<u64>,
+            DType::I64 => Self::new::<i64>,
+            DType::F64 => Self::new::<f64>,
+            #[cfg(feature = "half")]
+            DType::F16 => Self::new::<half::f16>,
+            #[cfg(feature = "half")]
+            DType::BF16 => Self::new::<half::bf16>,
+            #[cfg(feature = "float8")]
+            DType::F8E4M3 => Self::new::<float8::F8E4M3>,
+            #[cfg(feature = "float8")]
+            DType::F8E5M2 => Self::new::<float8::F8E5M2>,
+            // Nobody can name its elements in this build.
+            #[allow(unreachable_patterns)]
+            _ => Self::new::<u8>,
+        };
+        make(device, bytes, decision, read_only, state)
     }
 
     pub(crate) fn device_handle(&self) -> Option<&Device> {
@@ -315,17 +354,21 @@ impl Store {
     }
 
     fn new_device_region(&self, device: &Device, stream: &Stream) -> Result<Region> {
-        let allocate = || (self.allocate)(device, stream, self.bytes);
-        let (slice, address) = allocate().or_else(|error| retry_after_drain(device, error, allocate))?;
-        let owner = Owner::Device { slice, stream: stream.clone(), shared: false };
-        // SAFETY: the slice owns `bytes` bytes at its address.
-        let region =
-            unsafe { Region::new(None, Some(address), self.bytes, Backing::Device, Some(device.clone()), owner) };
+        let region = self.allocate_device(device, stream)?;
         // Other streams must come after the allocation.
         let all = 0..self.bytes;
         let allocation = region.open(stream, &all, true);
         region.close(allocation, Arc::new(Event::record(device.context(), stream)?));
         Ok(region)
+    }
+
+    /// Device memory of the tensor's size and type, allocated in the order of `stream`; other streams know nothing of that yet.
+    pub(crate) fn allocate_device(&self, device: &Device, stream: &Stream) -> Result<Region> {
+        let allocate = || (self.allocate)(device, stream, self.bytes);
+        let (slice, address) = allocate().or_else(|error| retry_after_drain(device, error, allocate))?;
+        let owner = Owner::Device { slice, stream: stream.clone(), shared: false };
+        // SAFETY: the slice owns `bytes` bytes at its address.
+        Ok(unsafe { Region::new(None, Some(address), self.bytes, Backing::Device, Some(device.clone()), owner) })
     }
 }
 

@@ -210,7 +210,7 @@ fn bad_arguments_exit_2_with_one_line() {
     fs::write(&toml, "[platform.x.attributes]\nintegrated = \"yes\"\n").unwrap();
     let bad = format!("{}:x", toml.display());
     let unknown = format!("{}:y", toml.display());
-    let folder = folder.path().to_str().unwrap();
+    let empty = tempfile::tempdir().unwrap();
     let cases: &[(&[&str], &str)] = &[
         (&["--strategy", "zerocopy"], "zero-copy"),
         (&["--strategy", "host"], "no device"),
@@ -227,7 +227,7 @@ fn bad_arguments_exit_2_with_one_line() {
         (&["--bogus"], "--bogus"),
         (&[&file, "second"], "second"),
         (&["/does/not/exist.safetensors"], "/does/not/exist.safetensors"),
-        (&[folder], "not a regular file"),
+        (&[empty.path().to_str().unwrap()], "a folder without a .safetensors file"),
         (&["/dev/null"], "not a regular file"),
     ];
     for (arguments, says) in cases {

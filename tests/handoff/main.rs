@@ -9,9 +9,6 @@ mod parts;
 #[path = "../../examples/common/mod.rs"]
 mod common;
 #[allow(dead_code, reason = "the example uses the rest")]
-#[path = "../../examples/handoff/file.rs"]
-mod file;
-#[allow(dead_code, reason = "the example uses the rest")]
 #[path = "../../examples/handoff/handover.rs"]
 mod handover;
 #[allow(dead_code, reason = "the example uses the rest")]
@@ -20,9 +17,6 @@ mod kernel;
 #[allow(dead_code, reason = "the example uses the rest")]
 #[path = "../../examples/handoff/meter.rs"]
 mod meter;
-#[allow(dead_code, reason = "the example uses the rest")]
-#[path = "../../examples/handoff/sample.rs"]
-mod sample;
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};

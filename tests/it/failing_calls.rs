@@ -119,7 +119,7 @@ fn may_leak(call: &str) -> bool {
 
 /// R77: whichever call fails, and whether or not it did its work before it failed: an error or the right bytes, nothing
 /// parked, nothing that runs on memory which is gone, and the next transfer is exact.
-fn survives_every_failure(profile: &str, scenario: Scenario) {
+pub(crate) fn survives_every_failure(profile: &str, scenario: Scenario) {
     let Some(calls) = calls_of(profile, scenario) else { return };
     let calls: Vec<_> = calls.into_iter().filter(|(call, _)| is_ours(call)).collect();
     assert!(calls.len() > 5, "{calls:?}");

@@ -12,6 +12,8 @@ mod errors;
 mod existing;
 mod failing_calls;
 mod lacking;
+#[cfg(feature = "safetensors")]
+mod load;
 mod machines;
 mod ordering;
 mod registration;

@@ -2,14 +2,15 @@
 
 use std::path::{Path, PathBuf};
 
-use safetensors::tensor::{Dtype, TensorView, serialize_to_file};
+use safetensors::tensor::{Dtype, TensorView, serialize};
+use serde_json::{Map, Value, json};
 use tempfile::TempDir;
 
-use crate::common::Failure;
+use super::Failure;
 
 /// A sample file; it is gone when this is dropped.
 #[derive(Debug)]
-pub(crate) struct Sample {
+pub struct Sample {
     path: PathBuf,
     _folder: TempDir,
 }
@@ -40,32 +41,51 @@ const TENSORS: &[(&str, Dtype, &[usize])] = &[
 ];
 
 impl Sample {
-    /// Writes the sample to a temporary folder.
-    pub(crate) fn make() -> Result<Self, Failure> {
-        let folder = tempfile::Builder::new()
-            .prefix("transfer-tensor-handoff-")
-            .tempdir()
-            .map_err(|error| Failure::other(format!("a temporary folder for the sample: {error}")))?;
+    /// Writes the sample to a temporary folder, as one file.
+    pub fn make() -> Result<Self, Failure> {
+        let folder = folder()?;
         let path = folder.path().join("sample.safetensors");
-        write(&path)?;
+        write(&path, TENSORS, &mut 1)?;
         Ok(Self { path, _folder: folder })
     }
 
-    pub(crate) fn path(&self) -> &Path {
+    /// As [`make`](Sample::make), as several files and their index.
+    pub fn sharded() -> Result<Self, Failure> {
+        let folder = folder()?;
+        let (mut seed, mut map) = (1, Map::new());
+        for (number, tensors) in TENSORS.chunks(8).enumerate() {
+            let file = format!("sample-{number}.safetensors");
+            write(&folder.path().join(&file), tensors, &mut seed)?;
+            map.extend(tensors.iter().map(|(name, ..)| ((*name).to_owned(), Value::from(file.clone()))));
+        }
+        let path = folder.path().join("sample.safetensors.index.json");
+        let index = json!({ "metadata": {}, "weight_map": map });
+        std::fs::write(&path, index.to_string()).map_err(failed)?;
+        Ok(Self { path, _folder: folder })
+    }
+
+    pub fn path(&self) -> &Path {
         &self.path
     }
 }
 
-fn write(path: &Path) -> Result<(), Failure> {
-    let failed = |error| Failure::other(format!("the sample: {error}"));
-    let mut seed = 1;
+fn folder() -> Result<TempDir, Failure> {
+    let made = tempfile::Builder::new().prefix("transfer-tensor-sample-").tempdir();
+    made.map_err(|error| Failure::other(format!("a temporary folder for the sample: {error}")))
+}
+
+fn failed(error: impl std::fmt::Display) -> Failure {
+    Failure::other(format!("the sample: {error}"))
+}
+
+fn write(path: &Path, tensors: &[(&str, Dtype, &[usize])], seed: &mut u64) -> Result<(), Failure> {
     let contents: Vec<Vec<u8>> =
-        TENSORS.iter().map(|(_, dtype, shape)| content(&mut seed, *dtype, shape.iter().product())).collect();
+        tensors.iter().map(|(_, dtype, shape)| content(seed, *dtype, shape.iter().product())).collect();
     let mut views = Vec::new();
-    for ((name, dtype, shape), bytes) in TENSORS.iter().zip(&contents) {
+    for ((name, dtype, shape), bytes) in tensors.iter().zip(&contents) {
         views.push((*name, TensorView::new(*dtype, shape.to_vec(), bytes).map_err(failed)?));
     }
-    serialize_to_file(views, None, path).map_err(failed)
+    std::fs::write(path, serialize(views, None).map_err(failed)?).map_err(failed)
 }
 
 /// Bytes without a pattern, so that a byte in the wrong place shows.
