@@ -54,6 +54,7 @@
 #![deny(unsafe_code)]
 #![cfg_attr(not(test), deny(clippy::disallowed_methods))]
 
+mod batch;
 #[allow(unsafe_code)]
 mod complete;
 mod copy;
@@ -74,6 +75,7 @@ mod sync;
 mod tensor;
 mod trace;
 
+pub use batch::{Batch, BatchReport};
 pub use cudarc;
 pub use device::{Device, DeviceStats};
 pub use driver::managed::{Advice, Location};

@@ -1,5 +1,6 @@
 //! The only place that calls `cudarc::driver::{sys, result}`.
 
+pub(crate) mod batch;
 pub(crate) mod call;
 pub(crate) mod context;
 pub(crate) mod copy;
@@ -8,8 +9,12 @@ pub(crate) mod load;
 pub(crate) mod managed;
 pub(crate) mod memory;
 pub(crate) mod pending;
+pub(crate) mod pieces;
 pub(crate) mod probe;
+pub(crate) mod rows;
+pub(crate) mod slots;
 pub(crate) mod staging;
+pub(crate) mod standin;
 pub(crate) mod stream;
 
 pub(crate) use call::{Bound, check};

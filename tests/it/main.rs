@@ -1,5 +1,6 @@
 //! The tests that run on the simulated driver and, with `TRANSFER_TENSOR_DRIVER=real`, on a GPU.
 
+mod batch;
 mod capture;
 mod completion;
 mod contexts;

@@ -111,7 +111,8 @@ fn both_signatures_move_every_piece_both_ways() {
     }
     let up = scattered(d, host, 100);
     assert_eq!(first(&up, &[IN_ORDER], s), (0, usize::MAX));
-    let down: Vec<_> = up.iter().map(|&(d, h, len)| (h - host.as_ptr() as u64 + back.as_ptr() as u64, d, len)).collect();
+    let down: Vec<_> =
+        up.iter().map(|&(d, h, len)| (h - host.as_ptr() as u64 + back.as_ptr() as u64, d, len)).collect();
     let (dsts, srcs, sizes) = columns(&down);
     // SAFETY: the function's type; the arrays are as long as they are said to be.
     let code = unsafe {
@@ -199,12 +200,24 @@ fn a_batch_costs_less_than_its_copies_and_narrow_rows_more_than_a_block() {
     let batch = time(&|| assert_eq!(first(&copies, &[IN_ORDER], s).0, 0));
     assert!(batch * 3 < single * 2, "{batch} ns in one call, {single} ns in {PIECES}");
     let block = time(&|| ok(h2d(d, host, s)));
-    // SAFETY: all zero is a copy of nothing.
-    let mut rows: sys::CUDA_MEMCPY2D = unsafe { std::mem::zeroed() };
-    (rows.srcMemoryType, rows.dstMemoryType) =
-        (sys::CUmemorytype::CU_MEMORYTYPE_HOST, sys::CUmemorytype::CU_MEMORYTYPE_DEVICE);
-    (rows.srcHost, rows.dstDevice) = (host.as_ptr().cast(), d);
-    (rows.WidthInBytes, rows.srcPitch, rows.dstPitch, rows.Height) = (4, 4, 8, host.len() / 4);
+    let rows = sys::CUDA_MEMCPY2D {
+        srcXInBytes: 0,
+        srcY: 0,
+        srcMemoryType: sys::CUmemorytype::CU_MEMORYTYPE_HOST,
+        srcHost: host.as_ptr().cast(),
+        srcDevice: 0,
+        srcArray: null_mut(),
+        srcPitch: 4,
+        dstXInBytes: 0,
+        dstY: 0,
+        dstMemoryType: sys::CUmemorytype::CU_MEMORYTYPE_DEVICE,
+        dstHost: null_mut(),
+        dstDevice: d,
+        dstArray: null_mut(),
+        dstPitch: 8,
+        WidthInBytes: 4,
+        Height: host.len() / 4,
+    };
     // SAFETY: the rectangle lies in both blocks.
     let narrow = time(&|| ok(unsafe { sys::cuMemcpy2DAsync_v2(&raw const rows, s) }));
     assert!(narrow > 100 * block, "rows of 4 bytes {narrow} ns, one block {block} ns");

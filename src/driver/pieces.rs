@@ -1,0 +1,468 @@
+//! The pieces of a batch: what each end is, and bringing them over.
+
+use std::marker::PhantomData;
+use std::ops::Range;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, SyncOnDrop};
+
+use super::batch::{Copies, Counted, is_pinned};
+use super::context::{Context, Way};
+use super::slots::{ROUND, Slots, drain};
+use super::standin::{Sink, Source};
+use super::stream::Stream;
+use super::{Event, copy};
+use crate::batch::plan::{Layout, Part, Placed, check_apart, sort};
+use crate::copy::{PINNED_PIECE, STAGED_PIECE, chunks};
+use crate::device::Device;
+use crate::element::{Element, validate};
+use crate::error::{Error, Kind, Result};
+
+/// A block of device memory at least this long is staged by several threads, whatever pieces it comes from.
+const LONG: usize = 4 * ROUND;
+
+/// Page-locked pieces at least this long are copied from where they lie: asking what memory they are (half a microsecond)
+/// takes less than packing them.
+const DIRECT: usize = 64 << 10;
+
+/// Device memory that is borrowed until the transfer is over. Its address is asked for when that begins: asking makes the
+/// stream wait.
+pub(crate) struct DeviceEnd<'a> {
+    object: NonNull<()>,
+    ask: unsafe fn(NonNull<()>, &'a CudaStream) -> (u64, SyncOnDrop<'a>),
+    bytes: usize,
+    _borrow: PhantomData<&'a mut ()>,
+}
+
+/// # Safety
+/// `object` is a `D` that is borrowed exclusively for `'a`.
+unsafe fn to_write<'a, T: 'a, D: DevicePtrMut<T> + 'a>(
+    object: NonNull<()>,
+    stream: &'a CudaStream,
+) -> (u64, SyncOnDrop<'a>) {
+    // SAFETY: the caller's.
+    unsafe { object.cast::<D>().as_mut() }.device_ptr_mut(stream)
+}
+
+/// # Safety
+/// `object` is a `D` that is borrowed for `'a`.
+unsafe fn to_read<'a, T: 'a, D: DevicePtr<T> + 'a>(
+    object: NonNull<()>,
+    stream: &'a CudaStream,
+) -> (u64, SyncOnDrop<'a>) {
+    // SAFETY: the caller's.
+    unsafe { object.cast::<D>().as_ref() }.device_ptr(stream)
+}
+
+impl<'a> DeviceEnd<'a> {
+    pub(crate) fn written<T: Element, D: DevicePtrMut<T>>(target: &'a mut D) -> Self {
+        let bytes = target.num_bytes();
+        Self { object: NonNull::from(target).cast(), ask: to_write::<T, D>, bytes, _borrow: PhantomData }
+    }
+
+    pub(crate) fn read<T: Element, D: DevicePtr<T>>(source: &'a D) -> Self {
+        let bytes = source.num_bytes();
+        Self { object: NonNull::from(source).cast(), ask: to_read::<T, D>, bytes, _borrow: PhantomData }
+    }
+
+    pub(crate) fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Lets cudarc order the stream, and gives the address, and what is to be dropped when the work is submitted. The
+    /// context is current.
+    pub(super) fn address(self, context: &Context, stream: &'a Arc<CudaStream>) -> Result<(u64, SyncOnDrop<'a>)> {
+        // SAFETY: the object is of the type that the function was made for, and borrowed for 'a as it says.
+        let ask = || unsafe { (self.ask)(self.object, stream) };
+        let (address, sync) = context.unparked(stream.context(), "cuStreamWaitEvent", ask)?;
+        if address == 0 {
+            return Err(Error::unsupported("device access", "its guard gives no address for this stream"));
+        }
+        Ok((address, sync))
+    }
+}
+
+/// Host memory that is written to, borrowed exclusively until the transfer is over.
+pub(crate) struct HostTarget<'a> {
+    start: NonNull<u8>,
+    bytes: usize,
+    /// Whether bytes are elements.
+    validate: fn(&[u8]) -> Result<()>,
+    /// Some bytes are no elements: what the device has must be looked at before it is written here.
+    choosy: bool,
+    _borrow: PhantomData<&'a mut [u8]>,
+}
+
+// SAFETY: as `&mut [u8]`; through a shared reference only `put` writes, whose callers keep its ranges apart.
+unsafe impl Send for HostTarget<'_> {}
+// SAFETY: as above.
+unsafe impl Sync for HostTarget<'_> {}
+
+impl<'a> HostTarget<'a> {
+    pub(crate) fn new<T: Element>(target: &'a mut [T]) -> Self {
+        let bytes = size_of_val(target);
+        let choosy = T::DTYPE == crate::element::DType::Bool;
+        Self { start: NonNull::from(target).cast(), bytes, validate: validate::<T>, choosy, _borrow: PhantomData }
+    }
+
+    pub(crate) fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    pub(super) fn start(&self) -> NonNull<u8> {
+        self.start
+    }
+
+    /// Whether the device may write here by itself.
+    pub(super) fn takes_anything(&self) -> bool {
+        !self.choosy
+    }
+
+    /// # Errors
+    /// A byte is no element of the target.
+    pub(super) fn check(&self, from: &[u8]) -> Result<()> {
+        (self.validate)(from)
+    }
+
+    /// Writes checked bytes `offset` bytes behind the start; what lies outside is left out.
+    ///
+    /// # Safety
+    /// Nobody else writes to or reads these bytes meanwhile.
+    pub(super) unsafe fn put(&self, offset: usize, from: &[u8]) {
+        let len = from.len().min(self.bytes.saturating_sub(offset));
+        // SAFETY: inside the target (just cut), which is borrowed exclusively; the rest is the caller's.
+        unsafe { self.start.add(offset.min(self.bytes)).copy_from_nonoverlapping(NonNull::from(from).cast(), len) };
+    }
+}
+
+/// What a batch is made of. All memory is borrowed for `'a`; nothing happens before [`run`](Work::run).
+#[derive(Default)]
+pub(crate) struct Work<'a> {
+    ends: Vec<DeviceEnd<'a>>,
+    ups: Vec<(At, &'a [u8])>,
+    downs: Vec<(At, HostTarget<'a>)>,
+}
+
+/// A place in one of the ends.
+#[derive(Debug, Clone, Copy)]
+struct At {
+    end: usize,
+    offset: usize,
+}
+
+/// How much of a [`Work`] there is, to come back to.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Mark(usize, usize, usize);
+
+impl<'a> Work<'a> {
+    pub(crate) fn mark(&self) -> Mark {
+        Mark(self.ends.len(), self.ups.len(), self.downs.len())
+    }
+
+    pub(crate) fn back_to(&mut self, mark: Mark) {
+        self.ends.truncate(mark.0);
+        self.ups.truncate(mark.1);
+        self.downs.truncate(mark.2);
+    }
+
+    /// Adds a block of device memory; pieces name the last one added.
+    pub(crate) fn end(&mut self, end: DeviceEnd<'a>) {
+        self.ends.push(end);
+    }
+
+    /// Where `bytes` bytes at `offset` lie in the last end.
+    fn at(&self, offset: usize, bytes: usize) -> Result<At> {
+        let len = self.ends.last().map_or(0, DeviceEnd::bytes);
+        match offset.checked_add(bytes) {
+            Some(end) if end <= len => Ok(At { end: self.ends.len().saturating_sub(1), offset }),
+            end => {
+                let end = end.unwrap_or(usize::MAX);
+                Err(Error::new(Kind::Range { start: offset, end, len, unit: "bytes" }))
+            }
+        }
+    }
+
+    /// A piece to the last end, `offset` bytes behind its start.
+    pub(crate) fn up(&mut self, offset: usize, source: &'a [u8]) -> Result<()> {
+        let at = self.at(offset, source.len())?;
+        self.ups.push((at, source));
+        Ok(())
+    }
+
+    /// A piece from the last end, `offset` bytes behind its start.
+    pub(crate) fn down(&mut self, offset: usize, target: HostTarget<'a>) -> Result<()> {
+        let at = self.at(offset, target.bytes())?;
+        self.downs.push((at, target));
+        Ok(())
+    }
+
+    /// Brings all pieces over: when it returns, sources have been read and targets written, or, after an error, nothing is in
+    /// flight.
+    pub(crate) fn run(self, device: &Device, cuda: &'a Arc<CudaStream>) -> Result<Counted> {
+        let Work { ends, ups, downs } = self;
+        if ends.is_empty() {
+            return Ok(Counted::default());
+        }
+        let context = device.context();
+        let _bound = context.to_submit()?;
+        let stream = Stream::of_caller(cuda);
+        stream.check_not_capturing("a batch")?;
+        let (mut addresses, mut syncs) = (Vec::with_capacity(ends.len()), Vec::with_capacity(ends.len()));
+        for end in ends {
+            let (address, sync) = end.address(context, cuda)?;
+            addresses.push(address);
+            syncs.push(sync);
+        }
+        let place = |index: usize, at: &At, bytes: usize| {
+            let address = addresses.get(at.end).map_or(0, |address| address + at.offset as u64);
+            Placed { address, bytes, index }
+        };
+        let mut up: Vec<_> = ups.iter().enumerate().map(|(i, (at, source))| place(i, at, source.len())).collect();
+        let mut down: Vec<_> = downs.iter().enumerate().map(|(i, (at, target))| place(i, at, target.bytes())).collect();
+        sort(&mut up);
+        sort(&mut down);
+        check_apart(&up)?;
+        let mut way = Transfer {
+            device,
+            stream: &stream,
+            slots: Slots::new(
+                device,
+                up.iter().map(|p| p.bytes).sum::<usize>().max(down.iter().map(|p| p.bytes).sum()),
+            ),
+            copies: Copies::default(),
+            counted: Counted::default(),
+        };
+        let done = way.up(&ups, up).and_then(|()| way.down(&downs, down));
+        let done = if done.is_err() { way.after_error(done) } else { done };
+        let counted = way.counted;
+        drop(way);
+        // cudarc notes where the stream is now. Where it can not, nothing is left for it to know.
+        if context.unparked(cuda.context(), "cuEventRecord", || drop(syncs)).is_err() {
+            drain(device, &stream)?;
+        }
+        done.map(|()| counted)
+    }
+}
+
+struct Transfer<'t> {
+    device: &'t Device,
+    stream: &'t Stream,
+    slots: Slots<'t>,
+    copies: Copies,
+    counted: Counted,
+}
+
+/// Pieces in the order in which they are packed, as bytes from 0 on.
+struct Packed<'p, P> {
+    layout: &'p Layout,
+    sorted: &'p [Placed],
+    pieces: &'p [(At, P)],
+    /// Where these bytes begin among all of the layout's.
+    start: usize,
+}
+
+impl<P> Packed<'_, P> {
+    /// Calls `each` with the pieces of some bytes: which, what part of it, and where that lies in the bytes.
+    fn each(
+        &self,
+        offset: usize,
+        len: usize,
+        mut each: impl FnMut(&P, Range<usize>, Range<usize>) -> Result<()>,
+    ) -> Result<()> {
+        let mut at = 0;
+        let from = self.start + offset;
+        for (place, part) in self.layout.pieces(from..from + len) {
+            let piece = self.sorted.get(place).and_then(|placed| self.pieces.get(placed.index));
+            let Some((_, piece)) = piece else { continue };
+            let next = at + part.len();
+            each(piece, part, at..next)?;
+            at = next;
+        }
+        Ok(())
+    }
+}
+
+impl Source for Packed<'_, &[u8]> {
+    fn fill(&self, offset: usize, into: &mut [u8]) -> Result<()> {
+        self.each(offset, into.len(), |piece, part, at| {
+            if let (Some(from), Some(to)) = (piece.get(part), into.get_mut(at)) {
+                to.copy_from_slice(from);
+            }
+            Ok(())
+        })
+    }
+}
+
+impl Sink for Packed<'_, HostTarget<'_>> {
+    fn take(&self, offset: usize, from: &[u8]) -> Result<()> {
+        self.each(offset, from.len(), |piece, part, at| {
+            let from = from.get(at).unwrap_or_default();
+            piece.check(from)?;
+            // SAFETY: each byte of a target is one of the packed bytes, and threads take different ones.
+            unsafe { piece.put(part.start, from) };
+            Ok(())
+        })
+    }
+}
+
+impl Transfer<'_> {
+    fn up(&mut self, pieces: &[(At, &[u8])], mut sorted: Vec<Placed>) -> Result<()> {
+        let source = |placed: &Placed| pieces.get(placed.index).map_or(&[][..], |(_, source)| *source);
+        let direct = take_direct(&mut sorted, |placed| Some(source(placed).as_ptr()));
+        self.copies.clear();
+        for placed in &direct {
+            self.copies.push(placed.address, source(placed).as_ptr(), placed.bytes);
+        }
+        // SAFETY: page-locked pieces, borrowed and waited for below; targets are apart (the caller checked).
+        unsafe { self.submit(Way::Up)? };
+        let layout = Layout::new(&sorted);
+        if layout.bytes() > 0 && !self.slots.available() {
+            for placed in &sorted {
+                // SAFETY: both ends are as long, and borrowed until the wait below.
+                unsafe { self.pageable(Way::Up, placed, source(placed).as_ptr().cast_mut())? };
+            }
+            return self.stream.synchronize();
+        }
+        for part in layout.parts(LONG) {
+            match part {
+                Part::Long(block) => {
+                    let bytes = block.packed.len();
+                    let source = Packed { layout: &layout, sorted: &sorted, pieces, start: block.packed.start };
+                    // SAFETY: the block is borrowed device memory of that length.
+                    unsafe { self.device.stage_up(block.address, &source, bytes, self.stream)? };
+                    self.count_staged(bytes);
+                }
+                Part::Packed(range) => {
+                    let source = Packed { layout: &layout, sorted: &sorted, pieces, start: 0 };
+                    let Self { device, stream, slots, copies, counted } = self;
+                    slots.up(stream, range, ROUND, &source, |round, packed| {
+                        gather(copies, &layout, round, packed);
+                        // SAFETY: the slot is ours until its event has passed, the targets are borrowed device memory.
+                        unsafe { copies.submit(device.context(), Way::Up, stream, counted) }
+                    })?;
+                }
+            }
+        }
+        if direct.is_empty() { Ok(()) } else { Event::record(self.device.context(), self.stream)?.wait() }
+    }
+
+    fn down(&mut self, pieces: &[(At, HostTarget<'_>)], mut sorted: Vec<Placed>) -> Result<()> {
+        let target = |placed: &Placed| pieces.get(placed.index).map(|(_, target)| target);
+        let direct = take_direct(&mut sorted, |placed| {
+            target(placed).filter(|target| target.takes_anything()).map(|target| target.start().as_ptr().cast_const())
+        });
+        self.copies.clear();
+        for (placed, target) in direct.iter().filter_map(|placed| Some((placed, target(placed)?))) {
+            self.copies.push(placed.address, target.start().as_ptr(), placed.bytes);
+        }
+        // SAFETY: page-locked targets, apart and borrowed exclusively, waited for below.
+        unsafe { self.submit(Way::Down)? };
+        let layout = Layout::new(&sorted);
+        if layout.bytes() > 0 && !self.slots.available() {
+            return self.down_pageable(&sorted, target);
+        }
+        for part in layout.parts(LONG) {
+            match part {
+                Part::Long(block) => {
+                    let bytes = block.packed.len();
+                    let sink = Packed { layout: &layout, sorted: &sorted, pieces, start: block.packed.start };
+                    // SAFETY: the block is borrowed device memory of that length.
+                    unsafe { self.device.stage_down(&sink, block.address, bytes, self.stream)? };
+                    self.count_staged(bytes);
+                }
+                Part::Packed(range) => {
+                    let sink = Packed { layout: &layout, sorted: &sorted, pieces, start: 0 };
+                    let Self { device, stream, slots, copies, counted } = self;
+                    slots.down(stream, range, ROUND, &sink, |round, packed| {
+                        gather(copies, &layout, round, packed);
+                        // SAFETY: the slot is ours until its event has passed, the sources are borrowed device memory.
+                        unsafe { copies.submit(device.context(), Way::Down, stream, counted) }
+                    })?;
+                }
+            }
+        }
+        if direct.is_empty() { Ok(()) } else { Event::record(self.device.context(), self.stream)?.wait() }
+    }
+
+    /// Without page-locked memory: one copy for each piece, which the driver stages.
+    fn down_pageable<'p, 'b: 'p>(
+        &mut self,
+        sorted: &[Placed],
+        target: impl Fn(&Placed) -> Option<&'p HostTarget<'b>>,
+    ) -> Result<()> {
+        for (placed, target) in sorted.iter().filter_map(|placed| Some((placed, target(placed)?))) {
+            if target.takes_anything() {
+                // SAFETY: both ends are as long, and borrowed until the wait below.
+                unsafe { self.pageable(Way::Down, placed, target.start().as_ptr())? };
+            } else {
+                let mut looked_at = vec![0u8; placed.bytes];
+                // SAFETY: as long, and waited for before it is looked at or freed.
+                let copied = unsafe { self.pageable(Way::Down, placed, looked_at.as_mut_ptr()) };
+                if let Err(error) = drain(self.device, self.stream).and(copied) {
+                    std::mem::forget(looked_at);
+                    return Err(error);
+                }
+                target.check(&looked_at)?;
+                // SAFETY: the target is borrowed exclusively, and no thread but this one writes to it.
+                unsafe { target.put(0, &looked_at) };
+            }
+        }
+        self.stream.synchronize()
+    }
+
+    /// # Safety
+    /// Both ends are valid for the piece's bytes until the stream has passed.
+    unsafe fn pageable(&mut self, way: Way, placed: &Placed, host: *mut u8) -> Result<()> {
+        // SAFETY: the caller's.
+        unsafe {
+            match way {
+                Way::Up => copy::host_to_device(placed.address, host, placed.bytes, self.stream)?,
+                Way::Down => copy::device_to_host(host, placed.address, placed.bytes, self.stream)?,
+            }
+        }
+        let pieces = chunks(placed.bytes, PINNED_PIECE).count() as u64;
+        self.counted.copies += pieces;
+        self.counted.calls += pieces;
+        Ok(())
+    }
+
+    /// # Safety
+    /// As [`Copies::submit`].
+    unsafe fn submit(&mut self, way: Way) -> Result<()> {
+        if self.copies.is_empty() {
+            return Ok(());
+        }
+        // SAFETY: the caller's.
+        unsafe { self.copies.submit(self.device.context(), way, self.stream, &mut self.counted) }
+    }
+
+    fn count_staged(&mut self, bytes: usize) {
+        let pieces = chunks(bytes, STAGED_PIECE).count() as u64;
+        self.counted.copies += pieces;
+        self.counted.calls += pieces;
+    }
+
+    /// Lets nothing in flight survive an error.
+    fn after_error(&mut self, error: Result<()>) -> Result<()> {
+        if drain(self.device, self.stream).is_ok() {
+            self.slots.drained();
+        }
+        error
+    }
+}
+
+/// The copies of one round.
+fn gather(copies: &mut Copies, layout: &Layout, round: Range<usize>, packed: NonNull<u8>) {
+    copies.clear();
+    for copy in layout.copies(round) {
+        copies.push(copy.address, packed.as_ptr().wrapping_add(copy.offset), copy.bytes);
+    }
+}
+
+/// Takes those out that are long and lie in page-locked memory. `host` gives a piece's host memory if it may be used as it is.
+fn take_direct(sorted: &mut Vec<Placed>, host: impl Fn(&Placed) -> Option<*const u8>) -> Vec<Placed> {
+    let is_direct =
+        |placed: &Placed| placed.bytes >= DIRECT && host(placed).is_some_and(|host| is_pinned(host, placed.bytes));
+    sorted.extract_if(.., |placed| is_direct(placed)).collect()
+}
