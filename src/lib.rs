@@ -70,6 +70,7 @@ mod os;
 mod plan;
 mod platform;
 mod ranges;
+mod rows;
 mod sync;
 #[allow(unsafe_code)]
 mod tensor;
@@ -86,6 +87,7 @@ pub use plan::{
     Access, Backing, ByMemory, Decision, Direction, Estimate, Figures, HostMemory, Rate, Request, Strategy, plan,
 };
 pub use platform::{Attributes, Capabilities, Detector, MemoryFigures, MemoryModel, Platform, Topology};
+pub use rows::Rows;
 pub use tensor::{
     DeviceMut, DeviceRef, DynTensor, HostMut, HostRef, SharedTensor, TensorOptions, TensorView, TensorViewMut,
     Transfer, TransferTensor,

@@ -88,6 +88,8 @@ pub(crate) struct Copies {
     device: Vec<sys::CUdeviceptr>,
     host: Vec<sys::CUdeviceptr>,
     bytes: Vec<usize>,
+    /// Submit them one by one: the host's memory is pageable, which a batch is not promised to take.
+    pageable: bool,
 }
 
 /// How often the driver was asked for what.
@@ -100,14 +102,15 @@ pub(crate) struct Counted {
 }
 
 impl Copies {
+    /// Host memory that is `pinned`, or not.
+    pub(crate) fn new(pinned: bool) -> Self {
+        Self { pageable: !pinned, ..Self::default() }
+    }
+
     pub(crate) fn clear(&mut self) {
         self.device.clear();
         self.host.clear();
         self.bytes.clear();
-    }
-
-    pub(crate) fn is_empty(&self) -> bool {
-        self.bytes.is_empty()
     }
 
     pub(crate) fn push(&mut self, device: u64, host: *const u8, bytes: usize) {
@@ -122,8 +125,7 @@ impl Copies {
     /// The driver refused one. Others may be submitted.
     ///
     /// # Safety
-    /// Both ends of each are valid and stay undisturbed until the stream has passed; the host's is page-locked. No two of them
-    /// write the same bytes.
+    /// Both ends of each are valid and stay undisturbed until the stream has passed. No two of them write the same bytes.
     pub(crate) unsafe fn submit(
         &mut self,
         context: &Context,
@@ -132,7 +134,7 @@ impl Copies {
         counted: &mut Counted,
     ) -> Result<()> {
         // The call refuses default streams, and nothing to do. For one copy it is no gain.
-        let alone = self.bytes.len() <= 1 || stream.is_default();
+        let alone = self.bytes.len() <= 1 || stream.is_default() || self.pageable;
         let call = if alone { BatchCall::Absent } else { context.batches() };
         let (count, handle) = (self.bytes.len(), stream.handle());
         let (device, host) = (self.device.as_mut_ptr(), self.host.as_mut_ptr());

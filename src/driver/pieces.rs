@@ -7,14 +7,14 @@ use std::sync::Arc;
 
 use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, SyncOnDrop};
 
+use super::Event;
 use super::batch::{Copies, Counted, is_pinned};
 use super::context::{Context, Way};
 use super::slots::{ROUND, Slots, drain};
 use super::standin::{Sink, Source};
 use super::stream::Stream;
-use super::{Event, copy};
 use crate::batch::plan::{Layout, Part, Placed, check_apart, sort};
-use crate::copy::{PINNED_PIECE, STAGED_PIECE, chunks};
+use crate::copy::{STAGED_PIECE, chunks};
 use crate::device::Device;
 use crate::element::{Element, validate};
 use crate::error::{Error, Kind, Result};
@@ -24,7 +24,7 @@ const LONG: usize = 4 * ROUND;
 
 /// Page-locked pieces at least this long are copied from where they lie: asking what memory they are (half a microsecond)
 /// takes less than packing them.
-const DIRECT: usize = 64 << 10;
+pub(super) const DIRECT: usize = 64 << 10;
 
 /// Device memory that is borrowed until the transfer is over. Its address is asked for when that begins: asking makes the
 /// stream wait.
@@ -204,52 +204,66 @@ impl<'a> Work<'a> {
         if ends.is_empty() {
             return Ok(Counted::default());
         }
-        let context = device.context();
-        let _bound = context.to_submit()?;
-        let stream = Stream::of_caller(cuda);
-        stream.check_not_capturing("a batch")?;
-        let (mut addresses, mut syncs) = (Vec::with_capacity(ends.len()), Vec::with_capacity(ends.len()));
-        for end in ends {
-            let (address, sync) = end.address(context, cuda)?;
-            addresses.push(address);
-            syncs.push(sync);
-        }
-        let place = |index: usize, at: &At, bytes: usize| {
-            let address = addresses.get(at.end).map_or(0, |address| address + at.offset as u64);
-            Placed { address, bytes, index }
-        };
-        let mut up: Vec<_> = ups.iter().enumerate().map(|(i, (at, source))| place(i, at, source.len())).collect();
-        let mut down: Vec<_> = downs.iter().enumerate().map(|(i, (at, target))| place(i, at, target.bytes())).collect();
-        sort(&mut up);
-        sort(&mut down);
-        check_apart(&up)?;
-        let mut way = Transfer {
-            device,
-            stream: &stream,
-            slots: Slots::new(
-                device,
-                up.iter().map(|p| p.bytes).sum::<usize>().max(down.iter().map(|p| p.bytes).sum()),
-            ),
-            copies: Copies::default(),
-            counted: Counted::default(),
-        };
-        let done = way.up(&ups, up).and_then(|()| way.down(&downs, down));
-        let done = if done.is_err() { way.after_error(done) } else { done };
-        let counted = way.counted;
-        drop(way);
-        // cudarc notes where the stream is now. Where it can not, nothing is left for it to know.
-        if context.unparked(cuda.context(), "cuEventRecord", || drop(syncs)).is_err() {
-            drain(device, &stream)?;
-        }
-        done.map(|()| counted)
+        around(device, cuda, ends, "a batch", |stream, addresses| {
+            let place = |index: usize, at: &At, bytes: usize| {
+                let address = addresses.get(at.end).map_or(0, |address| address + at.offset as u64);
+                Placed { address, bytes, index }
+            };
+            let up = ups.iter().enumerate().map(|(i, (at, source))| place(i, at, source.len()));
+            let down = downs.iter().enumerate().map(|(i, (at, target))| place(i, at, target.bytes()));
+            let (mut up, mut down): (Vec<_>, Vec<_>) = (up.collect(), down.collect());
+            sort(&mut up);
+            sort(&mut down);
+            check_apart(&up)?;
+            let sum = |placed: &[Placed]| placed.iter().fold(0usize, |sum, placed| sum.saturating_add(placed.bytes));
+            let slots = Slots::new(device, sum(&up).max(sum(&down)));
+            let mut way = Transfer { device, stream, slots, counted: Counted::default() };
+            way.up(&ups, up)?;
+            way.down(&downs, down)?;
+            Ok(way.counted)
+        })
     }
+}
+
+/// Asks for the addresses of some device memory and does `work` on it, as one with what cudarc tracks: the stream comes after
+/// what else uses the memory, and others after the work. After an error nothing is in flight, except if the device has faulted.
+/// The context is current for the work, and the stream is not being captured.
+pub(super) fn around<'a, R>(
+    device: &Device,
+    cuda: &'a Arc<CudaStream>,
+    ends: Vec<DeviceEnd<'a>>,
+    operation: &'static str,
+    work: impl FnOnce(&Stream, &[u64]) -> Result<R>,
+) -> Result<R> {
+    let context = device.context();
+    let _bound = context.to_submit()?;
+    let stream = Stream::of_caller(cuda);
+    stream.check_not_capturing(operation)?;
+    let (mut addresses, mut syncs) = (Vec::with_capacity(ends.len()), Vec::with_capacity(ends.len()));
+    let mut asked = Ok(());
+    for end in ends {
+        match end.address(context, cuda) {
+            Ok((address, sync)) => {
+                addresses.push(address);
+                syncs.push(sync);
+            }
+            Err(error) => asked = asked.and(Err(error)),
+        }
+    }
+    let done = asked.and_then(|()| work(&stream, &addresses));
+    let drained = if done.is_err() { drain(device, &stream) } else { Ok(()) };
+    // cudarc notes where the stream is now. Where it can not, nothing is left for it to know.
+    if context.unparked(cuda.context(), "cuEventRecord", || drop(syncs)).is_err() && done.is_ok() {
+        drain(device, &stream)?;
+    }
+    // Why it failed says more than that the wait did.
+    done.and_then(|done| drained.map(|()| done))
 }
 
 struct Transfer<'t> {
     device: &'t Device,
     stream: &'t Stream,
     slots: Slots<'t>,
-    copies: Copies,
     counted: Counted,
 }
 
@@ -308,147 +322,88 @@ impl Sink for Packed<'_, HostTarget<'_>> {
 
 impl Transfer<'_> {
     fn up(&mut self, pieces: &[(At, &[u8])], mut sorted: Vec<Placed>) -> Result<()> {
-        let source = |placed: &Placed| pieces.get(placed.index).map_or(&[][..], |(_, source)| *source);
-        let direct = take_direct(&mut sorted, |placed| Some(source(placed).as_ptr()));
-        self.copies.clear();
-        for placed in &direct {
-            self.copies.push(placed.address, source(placed).as_ptr(), placed.bytes);
-        }
-        // SAFETY: page-locked pieces, borrowed and waited for below; targets are apart (the caller checked).
-        unsafe { self.submit(Way::Up)? };
+        let host = |placed: &Placed| pieces.get(placed.index).map(|(_, source)| source.as_ptr());
+        let direct = self.direct(Way::Up, take_direct(&mut sorted, host))?;
         let layout = Layout::new(&sorted);
-        if layout.bytes() > 0 && !self.slots.available() {
-            for placed in &sorted {
-                // SAFETY: both ends are as long, and borrowed until the wait below.
-                unsafe { self.pageable(Way::Up, placed, source(placed).as_ptr().cast_mut())? };
-            }
-            return self.stream.synchronize();
-        }
-        for part in layout.parts(LONG) {
+        let packed = |start| Packed { layout: &layout, sorted: &sorted, pieces, start };
+        for part in self.parts(&layout) {
             match part {
                 Part::Long(block) => {
-                    let bytes = block.packed.len();
-                    let source = Packed { layout: &layout, sorted: &sorted, pieces, start: block.packed.start };
+                    let source = packed(block.packed.start);
                     // SAFETY: the block is borrowed device memory of that length.
-                    unsafe { self.device.stage_up(block.address, &source, bytes, self.stream)? };
-                    self.count_staged(bytes);
+                    unsafe { self.device.stage_up(block.address, &source, block.packed.len(), self.stream)? };
+                    self.count_staged(block.packed.len());
                 }
                 Part::Packed(range) => {
-                    let source = Packed { layout: &layout, sorted: &sorted, pieces, start: 0 };
-                    let Self { device, stream, slots, copies, counted } = self;
-                    slots.up(stream, range, ROUND, &source, |round, packed| {
-                        gather(copies, &layout, round, packed);
-                        // SAFETY: the slot is ours until its event has passed, the targets are borrowed device memory.
+                    let Self { device, stream, slots, counted } = self;
+                    let mut copies = Copies::new(slots.pinned());
+                    slots.up(stream, range, ROUND, &packed(0), |round, slot| {
+                        gather(&mut copies, &layout, round, slot);
+                        // SAFETY: the slot is ours until its event has passed; the targets are borrowed and apart.
                         unsafe { copies.submit(device.context(), Way::Up, stream, counted) }
                     })?;
                 }
             }
         }
-        if direct.is_empty() { Ok(()) } else { Event::record(self.device.context(), self.stream)?.wait() }
+        direct.map_or(Ok(()), |event| event.wait())
     }
 
     fn down(&mut self, pieces: &[(At, HostTarget<'_>)], mut sorted: Vec<Placed>) -> Result<()> {
-        let target = |placed: &Placed| pieces.get(placed.index).map(|(_, target)| target);
-        let direct = take_direct(&mut sorted, |placed| {
-            target(placed).filter(|target| target.takes_anything()).map(|target| target.start().as_ptr().cast_const())
-        });
-        self.copies.clear();
-        for (placed, target) in direct.iter().filter_map(|placed| Some((placed, target(placed)?))) {
-            self.copies.push(placed.address, target.start().as_ptr(), placed.bytes);
-        }
-        // SAFETY: page-locked targets, apart and borrowed exclusively, waited for below.
-        unsafe { self.submit(Way::Down)? };
+        let host = |placed: &Placed| {
+            let target = pieces.get(placed.index).map(|(_, target)| target).filter(|target| target.takes_anything());
+            target.map(|target| target.start().as_ptr().cast_const())
+        };
+        let direct = self.direct(Way::Down, take_direct(&mut sorted, host))?;
         let layout = Layout::new(&sorted);
-        if layout.bytes() > 0 && !self.slots.available() {
-            return self.down_pageable(&sorted, target);
-        }
-        for part in layout.parts(LONG) {
+        let packed = |start| Packed { layout: &layout, sorted: &sorted, pieces, start };
+        for part in self.parts(&layout) {
             match part {
                 Part::Long(block) => {
-                    let bytes = block.packed.len();
-                    let sink = Packed { layout: &layout, sorted: &sorted, pieces, start: block.packed.start };
+                    let sink = packed(block.packed.start);
                     // SAFETY: the block is borrowed device memory of that length.
-                    unsafe { self.device.stage_down(&sink, block.address, bytes, self.stream)? };
-                    self.count_staged(bytes);
+                    unsafe { self.device.stage_down(&sink, block.address, block.packed.len(), self.stream)? };
+                    self.count_staged(block.packed.len());
                 }
                 Part::Packed(range) => {
-                    let sink = Packed { layout: &layout, sorted: &sorted, pieces, start: 0 };
-                    let Self { device, stream, slots, copies, counted } = self;
-                    slots.down(stream, range, ROUND, &sink, |round, packed| {
-                        gather(copies, &layout, round, packed);
-                        // SAFETY: the slot is ours until its event has passed, the sources are borrowed device memory.
+                    let Self { device, stream, slots, counted } = self;
+                    let mut copies = Copies::new(slots.pinned());
+                    slots.down(stream, range, ROUND, &packed(0), |round, slot| {
+                        gather(&mut copies, &layout, round, slot);
+                        // SAFETY: the slot is ours until its event has passed; the sources are borrowed.
                         unsafe { copies.submit(device.context(), Way::Down, stream, counted) }
                     })?;
                 }
             }
         }
-        if direct.is_empty() { Ok(()) } else { Event::record(self.device.context(), self.stream)?.wait() }
+        direct.map_or(Ok(()), |event| event.wait())
     }
 
-    /// Without page-locked memory: one copy for each piece, which the driver stages.
-    fn down_pageable<'p, 'b: 'p>(
-        &mut self,
-        sorted: &[Placed],
-        target: impl Fn(&Placed) -> Option<&'p HostTarget<'b>>,
-    ) -> Result<()> {
-        for (placed, target) in sorted.iter().filter_map(|placed| Some((placed, target(placed)?))) {
-            if target.takes_anything() {
-                // SAFETY: both ends are as long, and borrowed until the wait below.
-                unsafe { self.pageable(Way::Down, placed, target.start().as_ptr())? };
-            } else {
-                let mut looked_at = vec![0u8; placed.bytes];
-                // SAFETY: as long, and waited for before it is looked at or freed.
-                let copied = unsafe { self.pageable(Way::Down, placed, looked_at.as_mut_ptr()) };
-                if let Err(error) = drain(self.device, self.stream).and(copied) {
-                    std::mem::forget(looked_at);
-                    return Err(error);
-                }
-                target.check(&looked_at)?;
-                // SAFETY: the target is borrowed exclusively, and no thread but this one writes to it.
-                unsafe { target.put(0, &looked_at) };
-            }
+    /// Submits pieces that lie in page-locked memory; the event that says they are done.
+    fn direct(&mut self, way: Way, pieces: Vec<(Placed, *const u8)>) -> Result<Option<Event>> {
+        if pieces.is_empty() {
+            return Ok(None);
         }
-        self.stream.synchronize()
+        let mut copies = Copies::new(true);
+        for (placed, host) in pieces {
+            copies.push(placed.address, host, placed.bytes);
+        }
+        let context = self.device.context();
+        // SAFETY: each piece is borrowed on both sides, those that are written exclusively, and waited for: by the event, or
+        // where there is an error.
+        unsafe { copies.submit(context, way, self.stream, &mut self.counted)? };
+        Event::record(context, self.stream).map(Some)
     }
 
-    /// # Safety
-    /// Both ends are valid for the piece's bytes until the stream has passed.
-    unsafe fn pageable(&mut self, way: Way, placed: &Placed, host: *mut u8) -> Result<()> {
-        // SAFETY: the caller's.
-        unsafe {
-            match way {
-                Way::Up => copy::host_to_device(placed.address, host, placed.bytes, self.stream)?,
-                Way::Down => copy::device_to_host(host, placed.address, placed.bytes, self.stream)?,
-            }
-        }
-        let pieces = chunks(placed.bytes, PINNED_PIECE).count() as u64;
-        self.counted.copies += pieces;
-        self.counted.calls += pieces;
-        Ok(())
-    }
-
-    /// # Safety
-    /// As [`Copies::submit`].
-    unsafe fn submit(&mut self, way: Way) -> Result<()> {
-        if self.copies.is_empty() {
-            return Ok(());
-        }
-        // SAFETY: the caller's.
-        unsafe { self.copies.submit(self.device.context(), way, self.stream, &mut self.counted) }
+    /// Long blocks by themselves, where there is page-locked memory to stage them.
+    fn parts(&mut self, layout: &Layout) -> Vec<Part> {
+        let staged = layout.bytes() >= LONG && self.slots.pinned();
+        layout.parts(if staged { LONG } else { usize::MAX })
     }
 
     fn count_staged(&mut self, bytes: usize) {
         let pieces = chunks(bytes, STAGED_PIECE).count() as u64;
         self.counted.copies += pieces;
         self.counted.calls += pieces;
-    }
-
-    /// Lets nothing in flight survive an error.
-    fn after_error(&mut self, error: Result<()>) -> Result<()> {
-        if drain(self.device, self.stream).is_ok() {
-            self.slots.drained();
-        }
-        error
     }
 }
 
@@ -460,9 +415,15 @@ fn gather(copies: &mut Copies, layout: &Layout, round: Range<usize>, packed: Non
     }
 }
 
-/// Takes those out that are long and lie in page-locked memory. `host` gives a piece's host memory if it may be used as it is.
-fn take_direct(sorted: &mut Vec<Placed>, host: impl Fn(&Placed) -> Option<*const u8>) -> Vec<Placed> {
-    let is_direct =
-        |placed: &Placed| placed.bytes >= DIRECT && host(placed).is_some_and(|host| is_pinned(host, placed.bytes));
-    sorted.extract_if(.., |placed| is_direct(placed)).collect()
+/// Takes those out that are long and lie in page-locked memory, with where that is. `host` gives a piece's host memory if it
+/// may be used as it is.
+fn take_direct(sorted: &mut Vec<Placed>, host: impl Fn(&Placed) -> Option<*const u8>) -> Vec<(Placed, *const u8)> {
+    let mut direct = Vec::new();
+    sorted.retain(|placed| {
+        let host = if placed.bytes >= DIRECT { host(placed) } else { None };
+        let taken = host.filter(|&host| is_pinned(host, placed.bytes));
+        direct.extend(taken.map(|host| (*placed, host)));
+        taken.is_none()
+    });
+    direct
 }

@@ -26,9 +26,33 @@ pub(crate) struct Slots<'d> {
 
 #[derive(Debug)]
 struct Slot {
-    memory: PinnedBuffer,
+    memory: Memory,
     /// What may still use it.
     busy: Option<Pending>,
+}
+
+#[derive(Debug)]
+enum Memory {
+    Pinned(PinnedBuffer),
+    /// Where nothing can be page-locked: the driver stages it once more.
+    Pageable(Box<[u8]>),
+}
+
+impl Memory {
+    fn bytes(&mut self) -> &mut [u8] {
+        match self {
+            Memory::Pinned(memory) => memory,
+            Memory::Pageable(memory) => memory,
+        }
+    }
+
+    /// For the device: not by way of a reference, which the device's access would outlive.
+    fn start(&mut self) -> NonNull<u8> {
+        match self {
+            Memory::Pinned(memory) => memory.host(),
+            Memory::Pageable(memory) => NonNull::from(&mut **memory).cast(),
+        }
+    }
 }
 
 impl Slot {
@@ -47,13 +71,16 @@ impl<'d> Slots<'d> {
         Self { device, bytes: total.min(ROUND), slots: [None, None], turn: 0 }
     }
 
-    /// Whether page-locked memory can be had. Without it the caller copies from and to pageable memory.
-    pub(crate) fn available(&mut self) -> bool {
-        self.slots[0].is_some() || self.acquire(0).is_ok()
+    /// Whether page-locked memory can be had. Else the driver copies from and to pageable memory.
+    pub(crate) fn pinned(&mut self) -> bool {
+        if self.slots.iter().all(Option::is_none) && self.acquire(0).is_err() {
+            self.slots = [Some(Slot { memory: Memory::Pageable(vec![0; self.bytes].into()), busy: None }), None];
+        }
+        self.slots.iter().flatten().all(|slot| matches!(slot.memory, Memory::Pinned(_)))
     }
 
     fn acquire(&mut self, index: usize) -> Result<()> {
-        let memory = self.device.pool().try_acquire(self.bytes)?;
+        let memory = Memory::Pinned(self.device.pool().try_acquire(self.bytes)?);
         if let Some(slot) = self.slots.get_mut(index) {
             *slot = Some(Slot { memory, busy: None });
         }
@@ -64,7 +91,8 @@ impl<'d> Slots<'d> {
     fn next(&mut self) -> usize {
         let index = self.turn % 2;
         self.turn += 1;
-        let there = self.slots.get(index).is_some_and(Option::is_some) || self.acquire(index).is_ok();
+        let pinned = self.pinned();
+        let there = self.slots.get(index).is_some_and(Option::is_some) || (pinned && self.acquire(index).is_ok());
         if there { index } else { 1 - index }
     }
 
@@ -92,11 +120,11 @@ impl<'d> Slots<'d> {
             let slot = self.slot(index)?;
             slot.idle()?;
             let round = range.start + piece.start..range.start + piece.end;
-            let packed = slot.memory.get_mut(..round.len()).unwrap_or_default();
+            let packed = slot.memory.bytes().get_mut(..round.len()).unwrap_or_default();
             source.fill(round.start, packed)?;
             // Until there is an event: if the driver refuses half of it, the other half runs.
             slot.busy = Some(Pending::Stream(stream.clone()));
-            submit(round, slot.memory.host())?;
+            submit(round, slot.memory.start())?;
             slot.busy = Some(Pending::Event(Event::record(context, stream)?.into()));
         }
         Ok(())
@@ -118,7 +146,7 @@ impl<'d> Slots<'d> {
         let (context, step) = (self.device.context(), step.min(self.bytes));
         let unpack = |slot: &mut Slot, round: Range<usize>| {
             slot.idle()?;
-            sink.take(round.start, slot.memory.get(..round.len()).unwrap_or_default())
+            sink.take(round.start, slot.memory.bytes().get(..round.len()).unwrap_or_default())
         };
         // The round before, which is unpacked once the next one is on its way.
         let mut before: Option<(usize, Range<usize>)> = None;
@@ -132,7 +160,7 @@ impl<'d> Slots<'d> {
             let slot = self.slot(index)?;
             slot.idle()?;
             slot.busy = Some(Pending::Stream(stream.clone()));
-            submit(round.clone(), slot.memory.host())?;
+            submit(round.clone(), slot.memory.start())?;
             slot.busy = Some(Pending::Event(Event::record(context, stream)?.into()));
             if let Some((last, full)) = before.replace((index, round)) {
                 unpack(self.slot(last)?, full)?;
@@ -141,13 +169,6 @@ impl<'d> Slots<'d> {
         match before {
             Some((last, full)) => unpack(self.slot(last)?, full),
             None => Ok(()),
-        }
-    }
-
-    /// Nothing uses them any more.
-    pub(crate) fn drained(&mut self) {
-        for slot in self.slots.iter_mut().flatten() {
-            slot.busy = None;
         }
     }
 }
@@ -164,10 +185,10 @@ impl Drop for Slots<'_> {
     }
 }
 
-/// Waits for all that was submitted to `stream`, after an error.
+/// Waits for all that was submitted to `stream`, where that can not be left to an event.
 ///
 /// # Errors
-/// The device faulted: it does nothing any more, though nobody says so.
+/// The device faulted, or the driver is gone.
 pub(crate) fn drain(device: &Device, stream: &Stream) -> Result<()> {
     stream.synchronize().or_else(|_| synchronize(device.context().cuda()))
 }

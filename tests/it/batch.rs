@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use transfer_tensor::cudarc::driver::{CudaContext, CudaSlice, sys};
-use transfer_tensor::{BatchReport, Device, Error, Strategy};
+use transfer_tensor::{BatchReport, Device, Error, Rows, Strategy};
 
 use crate::machines::{built, drain, pattern};
 use crate::support::{Gpu, H200, builder};
@@ -257,4 +257,397 @@ fn what_is_wrong_with_a_batch_is_said_and_nothing_is_done() {
     drop((slice, second));
     drain(&gpu.device);
     gpu.finish();
+}
+
+#[test]
+fn a_stream_that_is_captured_or_of_another_context_is_refused() {
+    let gpu = Gpu::any(H200);
+    let mut slice = filled(&gpu, 10, 1);
+    let (bytes, rows) = ([5u8; 10], Rows::new(2, 5));
+    gpu.context.bind_to_thread().unwrap();
+    let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL;
+    // SAFETY: a live stream, and a valid place for the answer.
+    let nodes = unsafe {
+        let (mut graph, mut nodes) = (std::ptr::null_mut(), 0);
+        sys::cuStreamBeginCapture_v2(gpu.stream.cu_stream(), mode).result().unwrap();
+        let mut batch = gpu.device.batch(&gpu.stream);
+        batch.upload(&bytes, &mut slice).unwrap();
+        assert!(batch.run().unwrap_err().is_capturing());
+        assert!(gpu.device.upload_rows(&bytes, &rows, &mut slice, &gpu.stream).unwrap_err().is_capturing());
+        sys::cuStreamEndCapture(gpu.stream.cu_stream(), &raw mut graph).result().unwrap();
+        sys::cuGraphGetNodes(graph, std::ptr::null_mut(), &raw mut nodes).result().unwrap();
+        sys::cuGraphDestroy(graph).result().unwrap();
+        nodes
+    };
+    assert_eq!((nodes, on_host(&gpu, &slice)), (0, vec![1; 10]));
+    if let Some(other) = Gpu::simulated(H200) {
+        let wrong = |result: Result<(), Error>| assert!(result.unwrap_err().is_invalid_input());
+        wrong(other.device.batch(&gpu.stream).run().map(drop));
+        wrong(other.device.batch(&other.stream).upload(&bytes, &mut slice).map(drop));
+        wrong(other.device.upload_rows(&bytes, &rows, &mut slice, &other.stream));
+        wrong(other.device.download_rows(&slice, &rows, &mut [0u8; 10], &gpu.stream));
+        other.finish();
+    }
+    drop(slice);
+    gpu.finish();
+}
+
+/// Small uploads do not wait for the stream, and the sources are the caller's again.
+#[test]
+fn sources_have_been_read_when_it_returns() {
+    let gpu = Gpu::any(H200);
+    let mut bytes = pattern(MIB, 1);
+    let expected = bytes.clone();
+    let mut target = filled(&gpu, MIB, 0);
+    let upload = |bytes: &[u8], target: &mut CudaSlice<u8>| {
+        let mut batch = gpu.device.batch(&gpu.stream);
+        batch.upload_parts(target, bytes.chunks(10 * KIB).enumerate().map(|(i, piece)| (i * 10 * KIB, piece)))?;
+        batch.run()
+    };
+    // Warm: what is allocated is there.
+    upload(&bytes, &mut target).unwrap();
+    gpu.stream.synchronize().unwrap();
+    drain(&gpu.device);
+    gpu.stream.memset_zeros(&mut target).unwrap();
+    let gate = gpu.gate(&gpu.stream);
+    upload(&bytes, &mut target).unwrap();
+    bytes.fill(0xEE);
+    gate.open();
+    assert!(on_host(&gpu, &target) == expected);
+    drop(target);
+    drain(&gpu.device);
+    gpu.finish();
+}
+
+/// Page-locked memory is read and written where it is, and is the caller's again when the batch has run.
+#[test]
+fn long_pieces_in_pinned_memory_are_not_packed() {
+    let gpu = Gpu::any(H200);
+    let bytes = pattern(500 * KIB, 8);
+    let pinned = || gpu.device.tensor().strategy(Strategy::Streamed);
+    let (mut source, mut back) =
+        (pinned().from_slice(&bytes, [500 * KIB]).unwrap(), pinned().from_slice(&bytes, [500 * KIB]).unwrap());
+    let mut target = filled(&gpu, MIB, 0);
+    {
+        let mut host = source.host_mut().unwrap();
+        let opener = gpu.gate(&gpu.stream).open_later();
+        let mut batch = gpu.device.batch(&gpu.stream);
+        // A short piece is packed.
+        let parts =
+            [(0, &host[..100 * KIB]), (600 * KIB, &host[100 * KIB..499 * KIB]), (MIB - 5, &host[499 * KIB..][..5])];
+        batch.upload_parts(&mut target, parts).unwrap();
+        let report = batch.run().unwrap();
+        assert!(opener.opened(), "it is still being read");
+        assert_eq!((report.pieces, report.copies), (3, 3));
+        host.fill(0);
+    }
+    let mut host = back.host_mut().unwrap();
+    host.fill(1);
+    let copied = gpu.sim.as_ref().map(|sim| sim.count("cuMemHostAlloc"));
+    let (head, tail) = host.split_at_mut(100 * KIB);
+    let mut batch = gpu.device.batch(&gpu.stream);
+    batch.download_parts(&target, [(0, head), (600 * KIB, &mut tail[..399 * KIB])]).unwrap();
+    batch.run().unwrap();
+    assert_eq!(copied, gpu.sim.as_ref().map(|sim| sim.count("cuMemHostAlloc")), "nothing to pack");
+    assert!(host[..499 * KIB] == bytes[..499 * KIB] && host[499 * KIB..] == [1; KIB]);
+    assert_eq!(on_host(&gpu, &target)[MIB - 5..], bytes[499 * KIB..][..5]);
+    drop(host);
+    drop((source, back, target));
+    drain(&gpu.device);
+    gpu.finish();
+}
+
+/// A container, WSL or a budget that allows no pinned memory, or little.
+#[test]
+fn without_pinned_memory_batches_and_rows_are_right() {
+    for refused in [None, Some(2)] {
+        let Some(gpu) = Gpu::simulated(H200) else { return };
+        let sim = gpu.sim.as_ref().unwrap();
+        match refused {
+            None => sim.fail_always("cuMemHostAlloc", 2),
+            // The second buffer is not to be had.
+            Some(nth) => sim.fail_nth("cuMemHostAlloc", nth, 2),
+        }
+        let [up, down] = there_and_back(&gpu, &gpu.device, 1200, 4 * KIB + 1).unwrap();
+        assert!(up.copies >= 1200 && down.copies >= 1200);
+        assert_eq!(refused.is_none(), up.calls == up.copies, "a batch is not promised to take pageable memory");
+        // Long enough to be staged.
+        let bytes = pattern(9 * MIB, 2);
+        let mut target = filled(&gpu, 9 * MIB, 0);
+        let mut batch = gpu.device.batch(&gpu.stream);
+        batch.upload(&bytes, &mut target).unwrap();
+        batch.run().unwrap();
+        let mut back = vec![0; 9 * MIB];
+        let mut batch = gpu.device.batch(&gpu.stream);
+        batch.download(&target, &mut back).unwrap();
+        batch.run().unwrap();
+        assert!(back == bytes);
+        back.fill(0);
+        gpu.device
+            .download_rows(&target, &Rows::new(9 * KIB, KIB / 2).device_pitch(KIB), &mut back, &gpu.stream)
+            .unwrap();
+        assert!(back.chunks(KIB / 2).zip(bytes.chunks(KIB)).all(|(row, all)| row == &all[..KIB / 2]));
+        drop(target);
+        drain(&gpu.device);
+        gpu.finish();
+    }
+}
+
+/// R33: the shapes that were refused or a thousand times slower elsewhere.
+#[test]
+fn strided_shapes_have_the_right_values() {
+    const N: usize = 1024;
+    const LONG: usize = 1 << 20;
+    let gpu = Gpu::any(H200);
+    let stream = &gpu.stream;
+    let values: Vec<f32> = (0..2 * LONG).map(|i| i as f32).collect();
+    let mut target = stream.alloc_zeros::<f32>(LONG).unwrap();
+    let mut upload = |source: &[f32], rows: Rows, expected: &dyn Fn(usize) -> f32| {
+        gpu.device.upload_rows(source, &rows, &mut target, stream).unwrap();
+        let got = stream.clone_dtoh(&target).unwrap();
+        assert!(got.iter().enumerate().all(|(i, &value)| value == expected(i)), "{rows:?}");
+        // And back to the same places.
+        let mut back = vec![-1f32; source.len()];
+        gpu.device.download_rows(&target, &rows, &mut back, stream).unwrap();
+        assert_eq!(back.iter().filter(|&&value| value >= 0.0).count(), LONG, "{rows:?}");
+        assert!(back.iter().zip(source).all(|(&got, &sent)| got < 0.0 || got == sent), "{rows:?}");
+    };
+    // .t() of a square, a column, a row slice, and a block of columns.
+    upload(&values[..LONG], Rows::new(N, N).host_pitch(1).host_step(N), &|i| ((i % N) * N + i / N) as f32);
+    upload(&values[1..], Rows::new(LONG, 1).host_pitch(2), &|i| (2 * i + 1) as f32);
+    upload(&values[LONG..], Rows::new(1, LONG), &|i| (LONG + i) as f32);
+    upload(&values[7..], Rows::new(LONG / 16, 16).host_pitch(32), &|i| (7 + i / 16 * 32 + i % 16) as f32);
+    // One row, many times.
+    gpu.device.upload_rows(&values[..N], &Rows::new(N, N).host_pitch(0), &mut target, stream).unwrap();
+    let got = stream.clone_dtoh(&target).unwrap();
+    assert!(got.iter().enumerate().all(|(i, &value)| value == (i % N) as f32));
+    drop(target);
+    drain(&gpu.device);
+    gpu.finish();
+}
+
+/// Rows apart on the device: wide ones by the two-dimensional copy, narrow ones with what lies between, or not at all.
+#[test]
+fn rows_apart_on_the_device_go_the_way_that_is_fast() {
+    let gpu = Gpu::any(H200);
+    let count = |call: &str| gpu.sim.as_ref().map_or(0, |sim| sim.count(call));
+    for (rows, width, pitch, two_d) in
+        [(5000, 600, 1000, 5), (3, 3 * MIB, 4 * MIB, 0), (64, 4, 2000, 1), (100, 511, 511, 0), (1, 7, 9, 0)]
+    {
+        let (bytes, total) = (pattern(rows * (width + 1), 4), rows * pitch);
+        let mut target = filled(&gpu, total, 9);
+        let how = Rows::new(rows, width).host_pitch(width + 1).device_pitch(pitch);
+        let before = count("cuMemcpy2DAsync");
+        gpu.device.upload_rows(&bytes, &how, &mut target, &gpu.stream).unwrap();
+        let mut expected = vec![9; total];
+        for (row, target) in bytes.chunks(width + 1).zip(expected.chunks_mut(pitch)) {
+            target[..width].copy_from_slice(&row[..width]);
+        }
+        assert!(on_host(&gpu, &target) == expected, "{how:?}");
+        let mut back = vec![3; bytes.len()];
+        gpu.device.download_rows(&target, &how, &mut back, &gpu.stream).unwrap();
+        for (row, sent) in back.chunks(width + 1).zip(bytes.chunks(width + 1)) {
+            assert!(row[..width] == sent[..width] && row[width] == 3, "{how:?}");
+        }
+        if gpu.sim.is_some() {
+            let calls = count("cuMemcpy2DAsync") - before;
+            assert!(
+                if two_d == 0 { calls == 0 } else { (2 * (two_d - 4).max(1)..=2 * two_d).contains(&calls) },
+                "{how:?}: {calls}"
+            );
+        }
+        drop(target);
+    }
+    // A column of the device's: eight times as many bytes are brought over, not more.
+    let values: Vec<u32> = (0..80_000).collect();
+    let mut target = gpu.stream.clone_htod(&values).unwrap();
+    let mut column = vec![0; 10_000];
+    gpu.device
+        .download_rows(&target.slice(7..), &Rows::new(10_000, 1).device_pitch(8), &mut column, &gpu.stream)
+        .unwrap();
+    assert!(column.iter().enumerate().all(|(i, &value)| value as usize == 8 * i + 7));
+    let far = Rows::new(8_000, 1).device_pitch(10);
+    let error = gpu.device.download_rows(&target, &far, &mut column, &gpu.stream).unwrap_err();
+    assert!(error.is_non_contiguous() && error.to_string().contains("[8000, 1] with strides [10, 1]"), "{error}");
+    let error = gpu.device.upload_rows(&column, &far, &mut target, &gpu.stream).unwrap_err();
+    assert!(error.is_non_contiguous(), "{error}");
+    drop(target);
+    drain(&gpu.device);
+    gpu.finish();
+}
+
+#[test]
+fn wide_rows_in_pinned_memory_are_copied_where_they_are() {
+    let gpu = Gpu::any(H200);
+    let bytes = pattern(MIB, 2);
+    let mut pinned = gpu.device.tensor().strategy(Strategy::Streamed).from_slice(&bytes, [MIB]).unwrap();
+    let mut target = filled(&gpu, MIB, 0);
+    let mut host = pinned.host_mut().unwrap();
+    let rows = Rows::new(1000, 600).host_pitch(1000).device_pitch(800);
+    let opener = gpu.gate(&gpu.stream).open_later();
+    gpu.device.upload_rows(&host, &rows, &mut target, &gpu.stream).unwrap();
+    assert!(opener.opened(), "it is still being read");
+    host.fill(0);
+    gpu.device.download_rows(&target, &rows, &mut host, &gpu.stream).unwrap();
+    for (got, sent) in host.chunks(1000).zip(bytes.chunks(1000)).take(1000) {
+        assert!(got[..600] == sent[..600] && got[600..] == [0; 400]);
+    }
+    if let Some(sim) = &gpu.sim {
+        assert_eq!(sim.count("cuMemcpy2DAsync"), 2);
+        assert_eq!(sim.evidence().copied_h2d_pinned, 600_000);
+    }
+    drop(host);
+    drop((pinned, target));
+    drain(&gpu.device);
+    gpu.finish();
+}
+
+#[test]
+fn what_is_wrong_with_rows_is_said() {
+    let gpu = Gpu::any(H200);
+    let mut target = filled(&gpu, 100, 1);
+    let mut host = [0u8; 50];
+    let mut refuse = |rows: Rows, down: bool, words: &str| {
+        let result = match down {
+            false => gpu.device.upload_rows(&host, &rows, &mut target, &gpu.stream),
+            true => gpu.device.download_rows(&target, &rows, &mut host, &gpu.stream),
+        };
+        let error = result.expect_err(words);
+        assert!(error.is_invalid_input() && error.to_string().contains(words), "{error}");
+    };
+    refuse(Rows::new(6, 10), false, "0..60 is outside of 0..50");
+    refuse(Rows::new(5, 10).device_pitch(23), false, "0..102 is outside of 0..100");
+    refuse(Rows::new(5, 10).device_pitch(9), false, "overlap");
+    refuse(Rows::new(5, 10).host_pitch(9), true, "overlap");
+    refuse(Rows::new(5, 10).host_step(0), true, "overlap");
+    refuse(Rows::new(usize::MAX, 10), false, "overflow");
+    refuse(Rows::new(3, 10).host_pitch(usize::MAX), true, "overflow");
+    let calls = gpu.sim.as_ref().map_or(0, |sim| sim.calls().len());
+    for rows in [Rows::new(0, 10), Rows::new(10, 0), Rows::new(0, 0)] {
+        gpu.device.upload_rows(&host, &rows, &mut target, &gpu.stream).unwrap();
+        gpu.device.download_rows(&target, &rows, &mut host, &gpu.stream).unwrap();
+    }
+    assert_eq!(gpu.sim.as_ref().map_or(0, |sim| sim.calls().len()), calls, "nothing to do");
+    drop(target);
+    gpu.finish();
+}
+
+/// Several rounds both ways, a long block, pinned pieces and rows; checked whenever it returns.
+fn all_kinds(gpu: &Gpu) -> Result<(), Error> {
+    let small = pattern(5 * MIB, 1);
+    let long = pattern(9 * MIB, 2);
+    let pinned = gpu.device.tensor().strategy(Strategy::Streamed).from_slice(&long[..100 * KIB], [100 * KIB])?;
+    let stream = &gpu.stream;
+    let parts = apart(&small, 20 * KIB + 3);
+    let take = |bytes: usize| stream.alloc_zeros::<u8>(bytes).map_err(|error| error.0);
+    let (Ok(mut a), Ok(mut b), Ok(mut c)) = (take(11 * MIB), take(9 * MIB), take(100 * KIB)) else {
+        panic!("the test's own allocations do not fail");
+    };
+    {
+        let host = pinned.host()?;
+        let mut batch = gpu.device.batch(stream);
+        batch.upload_parts(&mut a, parts.iter().copied())?;
+        batch.upload(&long, &mut b)?.upload(&host, &mut c)?;
+        batch.run()?;
+    }
+    let (mut small_back, mut long_back) = (vec![0; small.len()], vec![0; long.len()]);
+    let mut batch = gpu.device.batch(stream);
+    let places = small_back.chunks_mut(20 * KIB + 3).enumerate().map(|(i, piece)| (2 * i * (20 * KIB + 3), piece));
+    batch.download_parts(&a, places)?;
+    batch.download(&b, &mut long_back)?;
+    batch.run()?;
+    assert!(small_back == small && long_back == long, "wrong bytes");
+    let rows = Rows::new(3000, 600).device_pitch(1000);
+    gpu.device.upload_rows(&small, &rows, &mut b, stream)?;
+    long_back.fill(0);
+    gpu.device.download_rows(&b, &rows, &mut long_back, stream)?;
+    assert!(long_back[..1_800_000] == small[..1_800_000], "wrong rows");
+    Ok(())
+}
+
+/// R77 for batches and rows: whichever call fails, before or after its work, nothing is in flight when the error comes out,
+/// nothing is leaked, and the next batch is right.
+#[test]
+fn batches_survive_the_failure_of_any_call() {
+    const OURS: [&str; 12] = [
+        "cuMemcpyHtoDAsync",
+        "cuMemcpyDtoHAsync",
+        "cuMemcpyBatchAsync",
+        "cuMemcpy2DAsync",
+        "cuMemHostAlloc",
+        "cuGetProcAddress",
+        "cuPointerGetAttribute",
+        "cuStreamIsCapturing",
+        "cuStreamWaitEvent",
+        "cuStreamSynchronize",
+        "cuEventRecord",
+        "cuEventQuery",
+    ];
+    let Some(gpu) = Gpu::simulated(H200) else { return };
+    let sim = gpu.sim.as_ref().unwrap();
+    sim.clear_calls();
+    all_kinds(&gpu).unwrap();
+    drain(&gpu.device);
+    let mut calls = BTreeMap::<_, u64>::new();
+    for name in OURS {
+        calls.insert(name, sim.count(name) as u64);
+    }
+    assert!(calls.values().filter(|&&times| times > 0).count() > 9, "{calls:?}");
+    for (call, times) in calls {
+        // A polled event is asked as often as time makes it.
+        let times = if call == "cuEventQuery" { times.min(4) } else { times };
+        for (nth, after) in (1..=times).flat_map(|nth| [(nth, false), (nth, true)]) {
+            let what = format!("{call} {nth} of {times}, after its work: {after}");
+            let gpu = Gpu::simulated(H200).unwrap();
+            let sim = gpu.sim.as_ref().unwrap();
+            match after {
+                false => sim.fail_nth(call, nth, 999),
+                true => sim.fail_nth_after(call, nth, 999),
+            }
+            if let Err(error) = all_kinds(&gpu) {
+                assert_eq!(error.driver_code(), Some(999), "{what}: {error}");
+            }
+            sim.clear_failures();
+            gpu.context.check_err().unwrap_or_else(|error| panic!("{what}: parked {:?}", error.0));
+            all_kinds(&gpu).unwrap_or_else(|error| panic!("{what}: the next batch: {error}"));
+            drain(&gpu.device);
+            assert_eq!(sim.violations(), Vec::<String>::new(), "{what}");
+            if !(after && call == "cuMemHostAlloc") {
+                println!("{what}");
+                gpu.finish();
+            }
+        }
+    }
+}
+
+/// What was submitted before a call failed has run when the error comes out.
+#[test]
+fn a_batch_that_fails_half_way_is_drained_before_its_error() {
+    for (call, nth) in [("cuMemcpyBatchAsync", 2), ("cuEventRecord", 2), ("cuMemcpyBatchAsync", 3)] {
+        let Some(gpu) = Gpu::simulated(H200) else { return };
+        let sim = gpu.sim.as_ref().unwrap();
+        let bytes = pattern(3 * MIB, 7);
+        let parts = apart(&bytes, 10 * KIB);
+        let (mut target, mut back) = (filled(&gpu, 6 * MIB, 0), vec![0; 3 * MIB]);
+        let opener = gpu.gate(&gpu.stream).open_later();
+        sim.fail_nth(call, nth, 999);
+        let mut batch = gpu.device.batch(&gpu.stream);
+        batch.upload_parts(&mut target, parts.iter().copied()).unwrap();
+        let up = batch.run();
+        let error = match up {
+            Err(error) => error,
+            // The third is the download's first.
+            Ok(_) => {
+                let mut batch = gpu.device.batch(&gpu.stream);
+                batch.download_parts(&target, back.chunks_mut(10 * KIB).map(|piece| (0, piece))).unwrap();
+                batch.run().unwrap_err()
+            }
+        };
+        assert_eq!(error.driver_code(), Some(999), "{call}: {error}");
+        assert!(opener.opened(), "{call}: the error came while the first round was on its way");
+        sim.clear_failures();
+        drop(target);
+        drain(&gpu.device);
+        gpu.finish();
+    }
 }
