@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use transfer_tensor::cudarc::driver::{CudaContext, CudaSlice, sys};
-use transfer_tensor::{BatchReport, Device, Error, Rows, Strategy};
+use transfer_tensor::{BatchReport, Device, Error, Rows, Strategy, TransferTensor};
 
 use crate::machines::{built, drain, pattern};
 use crate::support::{Gpu, H200, builder};
@@ -245,16 +245,16 @@ fn what_is_wrong_with_a_batch_is_said_and_nothing_is_done() {
     let huge = [(usize::MAX, &five[..])];
     assert!(gpu.device.batch(&gpu.stream).upload_parts(&mut slice, huge).unwrap_err().is_invalid_input());
     // The device's bytes are no booleans.
-    let flags = gpu.stream.clone_htod(&[1u8, 0, 2]).unwrap();
+    let raw = gpu.stream.clone_htod(&[1u8, 0, 2]).unwrap();
     // SAFETY: as many bytes; whether they are booleans is the question.
-    let flags = unsafe { flags.transmute::<bool>(3) }.unwrap();
+    let flags = unsafe { raw.transmute::<bool>(3) }.unwrap();
     let mut host = [true; 3];
     let mut batch = gpu.device.batch(&gpu.stream);
     batch.download(&flags, &mut host).unwrap();
     let error = batch.run().unwrap_err();
     assert!(error.is_invalid_input() && error.to_string().contains("no BOOL"), "{error}");
     assert_eq!(host, [true; 3]);
-    drop((slice, second));
+    drop((slice, second, raw));
     drain(&gpu.device);
     gpu.finish();
 }
@@ -432,7 +432,7 @@ fn rows_apart_on_the_device_go_the_way_that_is_fast() {
     let gpu = Gpu::any(H200);
     let count = |call: &str| gpu.sim.as_ref().map_or(0, |sim| sim.count(call));
     for (rows, width, pitch, two_d) in
-        [(5000, 600, 1000, 5), (3, 3 * MIB, 4 * MIB, 0), (64, 4, 2000, 1), (100, 511, 511, 0), (1, 7, 9, 0)]
+        [(5000, 600, 1000, 4), (3, 3 * MIB, 4 * MIB, 0), (64, 4, 2000, 2), (100, 511, 511, 0), (1, 7, 9, 0)]
     {
         let (bytes, total) = (pattern(rows * (width + 1), 4), rows * pitch);
         let mut target = filled(&gpu, total, 9);
@@ -450,11 +450,7 @@ fn rows_apart_on_the_device_go_the_way_that_is_fast() {
             assert!(row[..width] == sent[..width] && row[width] == 3, "{how:?}");
         }
         if gpu.sim.is_some() {
-            let calls = count("cuMemcpy2DAsync") - before;
-            assert!(
-                if two_d == 0 { calls == 0 } else { (2 * (two_d - 4).max(1)..=2 * two_d).contains(&calls) },
-                "{how:?}: {calls}"
-            );
+            assert_eq!(count("cuMemcpy2DAsync") - before, two_d, "{how:?}");
         }
         drop(target);
     }
@@ -532,37 +528,46 @@ fn what_is_wrong_with_rows_is_said() {
     gpu.finish();
 }
 
-/// Several rounds both ways, a long block, pinned pieces and rows; checked whenever it returns.
-fn all_kinds(gpu: &Gpu) -> Result<(), Error> {
-    let small = pattern(5 * MIB, 1);
-    let long = pattern(9 * MIB, 2);
-    let pinned = gpu.device.tensor().strategy(Strategy::Streamed).from_slice(&long[..100 * KIB], [100 * KIB])?;
-    let stream = &gpu.stream;
-    let parts = apart(&small, 20 * KIB + 3);
-    let take = |bytes: usize| stream.alloc_zeros::<u8>(bytes).map_err(|error| error.0);
-    let (Ok(mut a), Ok(mut b), Ok(mut c)) = (take(11 * MIB), take(9 * MIB), take(100 * KIB)) else {
-        panic!("the test's own allocations do not fail");
-    };
-    {
-        let host = pinned.host()?;
-        let mut batch = gpu.device.batch(stream);
-        batch.upload_parts(&mut a, parts.iter().copied())?;
-        batch.upload(&long, &mut b)?.upload(&host, &mut c)?;
-        batch.run()?;
+/// What [`Ends::everything`] goes between.
+struct Ends {
+    small: Vec<u8>,
+    long: Vec<u8>,
+    pinned: TransferTensor<u8>,
+    targets: [CudaSlice<u8>; 3],
+}
+
+impl Ends {
+    fn new(gpu: &Gpu) -> Self {
+        let (small, long) = (pattern(5 * MIB, 1), pattern(9 * MIB, 2));
+        let pinned =
+            gpu.device.tensor().strategy(Strategy::Streamed).from_slice(&long[..100 * KIB], [100 * KIB]).unwrap();
+        let targets = [11 * MIB, 9 * MIB, 100 * KIB].map(|bytes| filled(gpu, bytes, 0));
+        Self { small, long, pinned, targets }
     }
-    let (mut small_back, mut long_back) = (vec![0; small.len()], vec![0; long.len()]);
-    let mut batch = gpu.device.batch(stream);
-    let places = small_back.chunks_mut(20 * KIB + 3).enumerate().map(|(i, piece)| (2 * i * (20 * KIB + 3), piece));
-    batch.download_parts(&a, places)?;
-    batch.download(&b, &mut long_back)?;
-    batch.run()?;
-    assert!(small_back == small && long_back == long, "wrong bytes");
-    let rows = Rows::new(3000, 600).device_pitch(1000);
-    gpu.device.upload_rows(&small, &rows, &mut b, stream)?;
-    long_back.fill(0);
-    gpu.device.download_rows(&b, &rows, &mut long_back, stream)?;
-    assert!(long_back[..1_800_000] == small[..1_800_000], "wrong rows");
-    Ok(())
+
+    /// Several rounds both ways, a long block, pinned pieces, and rows; checked whenever it returns.
+    fn everything(&mut self, gpu: &Gpu) -> Result<(), Error> {
+        const PIECE: usize = 20 * KIB + 3;
+        let (stream, [a, b, c]) = (&gpu.stream, &mut self.targets);
+        {
+            let host = self.pinned.host()?;
+            let mut batch = gpu.device.batch(stream);
+            batch.upload_parts(a, apart(&self.small, PIECE))?;
+            batch.upload(&self.long, b)?.upload(&host, c)?;
+            batch.run()?;
+        }
+        let (mut small, mut long) = (vec![0; self.small.len()], vec![0; self.long.len()]);
+        let mut batch = gpu.device.batch(stream);
+        batch.download_parts(a, small.chunks_mut(PIECE).enumerate().map(|(i, piece)| (2 * i * PIECE, piece)))?;
+        batch.download(b, &mut long)?;
+        batch.run()?;
+        assert!(small == self.small && long == self.long, "wrong bytes");
+        let rows = Rows::new(3000, 600).device_pitch(1000);
+        gpu.device.upload_rows(&self.small, &rows, b, stream)?;
+        gpu.device.download_rows(b, &rows, &mut long, stream)?;
+        assert!(long[..1_800_000] == small[..1_800_000], "wrong rows");
+        Ok(())
+    }
 }
 
 /// R77 for batches and rows: whichever call fails, before or after its work, nothing is in flight when the error comes out,
@@ -585,8 +590,9 @@ fn batches_survive_the_failure_of_any_call() {
     ];
     let Some(gpu) = Gpu::simulated(H200) else { return };
     let sim = gpu.sim.as_ref().unwrap();
+    let mut ends = Ends::new(&gpu);
     sim.clear_calls();
-    all_kinds(&gpu).unwrap();
+    ends.everything(&gpu).unwrap();
     drain(&gpu.device);
     let mut calls = BTreeMap::<_, u64>::new();
     for name in OURS {
@@ -600,16 +606,18 @@ fn batches_survive_the_failure_of_any_call() {
             let what = format!("{call} {nth} of {times}, after its work: {after}");
             let gpu = Gpu::simulated(H200).unwrap();
             let sim = gpu.sim.as_ref().unwrap();
+            let mut ends = Ends::new(&gpu);
             match after {
                 false => sim.fail_nth(call, nth, 999),
                 true => sim.fail_nth_after(call, nth, 999),
             }
-            if let Err(error) = all_kinds(&gpu) {
+            if let Err(error) = ends.everything(&gpu) {
                 assert_eq!(error.driver_code(), Some(999), "{what}: {error}");
             }
             sim.clear_failures();
             gpu.context.check_err().unwrap_or_else(|error| panic!("{what}: parked {:?}", error.0));
-            all_kinds(&gpu).unwrap_or_else(|error| panic!("{what}: the next batch: {error}"));
+            ends.everything(&gpu).unwrap_or_else(|error| panic!("{what}: the next batch: {error}"));
+            drop(ends);
             drain(&gpu.device);
             assert_eq!(sim.violations(), Vec::<String>::new(), "{what}");
             if !(after && call == "cuMemHostAlloc") {
