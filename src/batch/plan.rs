@@ -13,10 +13,12 @@ pub(crate) struct Placed {
     pub(crate) bytes: usize,
     /// Which of the caller's pieces it is.
     pub(crate) index: usize,
+    /// In which of the caller's blocks it lies.
+    pub(crate) object: usize,
 }
 
 impl Placed {
-    fn end(&self) -> u64 {
+    pub(crate) fn end(&self) -> u64 {
         self.address.saturating_add(self.bytes as u64)
     }
 }
@@ -82,19 +84,22 @@ pub(crate) enum Part {
 }
 
 impl Layout {
-    /// Of sorted pieces. Adjacent ones become one block.
-    pub(crate) fn new(sorted: &[Placed]) -> Self {
+    /// Of sorted pieces. Adjacent ones become one block, if they are of one object, or of two of which `joined` says that they
+    /// lie in one allocation: no copy may reach over the end of one.
+    pub(crate) fn new(sorted: &[Placed], mut joined: impl FnMut(&Placed, &Placed) -> bool) -> Self {
         let mut layout = Self { starts: Vec::with_capacity(sorted.len() + 1), blocks: Vec::new() };
         let mut at = 0usize;
-        let mut end = None;
+        let mut before: Option<&Placed> = None;
         for piece in sorted {
             layout.starts.push(at);
             let next = at.saturating_add(piece.bytes);
+            let adjacent = before.take_if(|before| before.end() == piece.address);
+            let follows = adjacent.is_some_and(|before| before.object == piece.object || joined(before, piece));
             match layout.blocks.last_mut() {
-                Some(block) if end == Some(piece.address) => block.packed.end = next,
+                Some(block) if follows => block.packed.end = next,
                 _ => layout.blocks.push(Block { address: piece.address, packed: at..next }),
             }
-            end = Some(piece.end());
+            before = Some(piece);
             at = next;
         }
         layout.starts.push(at);
@@ -160,7 +165,7 @@ mod tests {
         let mut address = 0x1000;
         let all = lengths.iter().enumerate().map(|(index, &(gap, bytes))| {
             address += gap as u64;
-            let piece = Placed { address, bytes, index };
+            let piece = Placed { address, bytes, index, object: index / 3 };
             address += bytes as u64;
             piece
         });
@@ -173,7 +178,7 @@ mod tests {
             lengths in proptest::collection::vec((0usize..3, 1usize..40), 1..60), round in 1usize..64, long in 1usize..100,
         ) {
             let sorted = placed(&lengths);
-            let layout = Layout::new(&sorted);
+            let layout = Layout::new(&sorted, |a, b| (a.index + b.index) % 4 == 1);
             // The device's bytes by address: which piece's byte came there.
             let mut device = std::collections::BTreeMap::new();
             let mut bring = |range: Range<usize>| {
@@ -219,7 +224,7 @@ mod tests {
             let mut placed: Vec<_> = pieces
                 .iter()
                 .enumerate()
-                .map(|(index, &(address, bytes))| Placed { address, bytes, index })
+                .map(|(index, &(address, bytes))| Placed { address, bytes, index, object: 0 })
                 .collect();
             sort(&mut placed);
             let mut hit = [0u8; 256];
@@ -232,9 +237,12 @@ mod tests {
 
     #[test]
     fn adjacent_pieces_are_one_copy() {
-        let layout = Layout::new(&placed(&[(0, 16); 5000]));
+        let layout = Layout::new(&placed(&[(0, 16); 5000]), |_, _| true);
         assert_eq!(layout.copies(0..layout.bytes()).count(), 1);
         assert_eq!(layout.parts(1 << 20), [Part::Packed(0..80_000)]);
         assert!(matches!(&layout.parts(80_000)[..], [Part::Long(block)] if block.packed == (0..80_000)));
+        // Three of each object.
+        let layout = Layout::new(&placed(&[(0, 16); 3000]), |_, _| false);
+        assert_eq!(layout.copies(0..layout.bytes()).count(), 1000);
     }
 }

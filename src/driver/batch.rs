@@ -266,3 +266,16 @@ pub(crate) fn is_pinned(host: *const u8, bytes: usize) -> bool {
         && kind(last) == Some(HOST)
         && matches!((block(host), block(last)), (Some(first), Some(last)) if first == last)
 }
+
+/// The addresses of the allocation that `address` lies in, if the driver says. The context is current.
+pub(crate) fn allocation(address: u64) -> Option<std::ops::Range<u64>> {
+    let ask = |attribute: sys::CUpointer_attribute| {
+        let mut value = 0u64;
+        // SAFETY: both attributes are eight bytes; the call only looks the address up.
+        let code = unsafe { sys::cuPointerGetAttribute((&raw mut value).cast(), attribute, address) };
+        (code == sys::CUresult::CUDA_SUCCESS).then_some(value)
+    };
+    let start = ask(sys::CUpointer_attribute::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR)?;
+    let bytes = ask(sys::CUpointer_attribute::CU_POINTER_ATTRIBUTE_RANGE_SIZE)?;
+    Some(start..start.checked_add(bytes)?)
+}

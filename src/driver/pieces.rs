@@ -8,7 +8,7 @@ use std::sync::Arc;
 use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, SyncOnDrop};
 
 use super::Event;
-use super::batch::{Copies, Counted, is_pinned};
+use super::batch::{Copies, Counted, allocation, is_pinned};
 use super::context::{Context, Way};
 use super::slots::{ROUND, Slots, drain};
 use super::standin::{Sink, Source};
@@ -207,7 +207,7 @@ impl<'a> Work<'a> {
         around(device, cuda, ends, "a batch", |stream, addresses| {
             let place = |index: usize, at: &At, bytes: usize| {
                 let address = addresses.get(at.end).map_or(0, |address| address + at.offset as u64);
-                Placed { address, bytes, index }
+                Placed { address, bytes, index, object: at.end }
             };
             let up = ups.iter().enumerate().map(|(i, (at, source))| place(i, at, source.len()));
             let down = downs.iter().enumerate().map(|(i, (at, target))| place(i, at, target.bytes()));
@@ -324,7 +324,7 @@ impl Transfer<'_> {
     fn up(&mut self, pieces: &[(At, &[u8])], mut sorted: Vec<Placed>) -> Result<()> {
         let host = |placed: &Placed| pieces.get(placed.index).map(|(_, source)| source.as_ptr());
         let direct = self.direct(Way::Up, take_direct(&mut sorted, host))?;
-        let layout = Layout::new(&sorted);
+        let layout = Layout::new(&sorted, one_allocation());
         let packed = |start| Packed { layout: &layout, sorted: &sorted, pieces, start };
         for part in self.parts(&layout) {
             match part {
@@ -354,7 +354,7 @@ impl Transfer<'_> {
             target.map(|target| target.start().as_ptr().cast_const())
         };
         let direct = self.direct(Way::Down, take_direct(&mut sorted, host))?;
-        let layout = Layout::new(&sorted);
+        let layout = Layout::new(&sorted, one_allocation());
         let packed = |start| Packed { layout: &layout, sorted: &sorted, pieces, start };
         for part in self.parts(&layout) {
             match part {
@@ -404,6 +404,17 @@ impl Transfer<'_> {
         let pieces = chunks(bytes, STAGED_PIECE).count() as u64;
         self.counted.copies += pieces;
         self.counted.calls += pieces;
+    }
+}
+
+/// Tells whether two adjacent pieces lie in one allocation, as the parts of a slice do.
+fn one_allocation() -> impl FnMut(&Placed, &Placed) -> bool {
+    let mut known = 0..0;
+    move |first, second| {
+        if !known.contains(&first.address) {
+            known = allocation(first.address).unwrap_or(0..0);
+        }
+        known.contains(&first.address) && known.contains(&second.address) && second.end() <= known.end
     }
 }
 

@@ -172,6 +172,32 @@ fn neighbours_on_the_device_become_few_copies() {
     gpu.finish();
 }
 
+/// Slices that happen to be neighbours are still different allocations, over whose end no copy may reach.
+#[test]
+fn only_neighbours_of_one_allocation_are_copied_together() {
+    let gpu = Gpu::any(H200);
+    let bytes = pattern(400 * KIB, 3);
+    let mut slices: Vec<_> = (0..100).map(|_| filled(&gpu, 4 * KIB, 0)).collect();
+    let mut batch = gpu.device.batch(&gpu.stream);
+    for (slice, piece) in slices.iter_mut().zip(bytes.chunks(4 * KIB)) {
+        batch.upload(piece, slice).unwrap();
+    }
+    let copies = batch.run().unwrap().copies;
+    // A real driver may say that neighbours of one pool are one allocation.
+    assert!(copies == 100 || gpu.sim.is_none(), "{copies}");
+    assert!(slices.iter().zip(bytes.chunks(4 * KIB)).all(|(slice, piece)| on_host(&gpu, slice) == piece));
+    // Views of one are.
+    let mut one = filled(&gpu, 12 * KIB, 0);
+    let (mut left, mut right) = one.split_at_mut(5 * KIB);
+    let mut batch = gpu.device.batch(&gpu.stream);
+    batch.upload(&bytes[..5 * KIB], &mut left).unwrap().upload(&bytes[5 * KIB..12 * KIB], &mut right).unwrap();
+    assert_eq!(batch.run().unwrap().copies, 1);
+    assert!(on_host(&gpu, &one) == bytes[..12 * KIB]);
+    drop((slices, one));
+    drain(&gpu.device);
+    gpu.finish();
+}
+
 /// R34: a default stream, a driver that lacks the call, one that has it and refuses it.
 #[test]
 fn without_the_batch_call_single_copies_do() {
