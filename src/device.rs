@@ -8,11 +8,13 @@ use cudarc::driver::{CudaContext, CudaStream};
 
 use crate::complete::{Waiter, free_later};
 use crate::driver::context::cudarc_error;
+use crate::driver::memory::Placement;
 use crate::driver::staging::Staging;
 use crate::driver::{Context, Driver, Pending};
 use crate::error::{Error, Result};
-use crate::plan::{Decision, Request, plan};
-use crate::platform::{Detector, MemoryFigures, Platform};
+use crate::plan::{Decision, Request, Tuning, plan};
+use crate::platform::{Detector, MemoryFigures, MemoryModel, Platform};
+use crate::pool::{PinnedPool, PoolOptions};
 use crate::tensor::TensorOptions;
 
 /// A GPU that tensors are made for: a handle, cheap to clone, to use from any thread.
@@ -40,15 +42,16 @@ struct Inner {
     stream: Arc<CudaStream>,
     platform: Platform,
     memory: MemoryFigures,
-    waiter: Waiter,
-    up: Staging,
-    down: Staging,
+    tuning: Tuning,
+    waiter: Arc<Waiter>,
+    pool: PinnedPool,
+    staging: Staging,
 }
 
 impl Drop for Inner {
     fn drop(&mut self) {
         // An upload from pageable memory returns when the source has been read, not when the slots have been.
-        for (slot, busy) in self.up.take().into_iter().chain(self.down.take()) {
+        for (slot, busy) in self.staging.take() {
             // A forked child, or a driver that is gone: nothing is freed, and the waiter's lock may never be.
             if Driver::get().is_err() {
                 std::mem::forget(slot);
@@ -58,6 +61,60 @@ impl Drop for Inner {
             let (cuda, pending) = (self.context.cuda().clone(), busy.into_iter().map(Pending::Event).collect());
             free_later(&self.context, cuda, &self.waiter, Box::new(slot), pending);
         }
+    }
+}
+
+/// Makes a [`Device`].
+#[derive(Debug, Clone)]
+#[must_use]
+pub struct DeviceBuilder<'s> {
+    stream: &'s Arc<CudaStream>,
+    detector: Detector,
+    pool: PoolOptions,
+}
+
+impl DeviceBuilder<'_> {
+    /// Finds out what the machine is; if not said, [`Detector`]'s defaults.
+    pub fn detector(mut self, detector: Detector) -> Self {
+        self.detector = detector;
+        self
+    }
+
+    /// The device's pool of page-locked memory.
+    pub fn pool(mut self, pool: PoolOptions) -> Self {
+        self.pool = pool;
+        self
+    }
+
+    /// The device.
+    ///
+    /// # Errors
+    /// There is no usable driver; a strict pool could not reserve what it was told to.
+    pub fn build(self) -> Result<Device> {
+        Driver::get()?;
+        let cuda = self.stream.context();
+        let platform = self.detector.detect_in(cuda);
+        let memory = platform.memory_in(cuda);
+        let (context, waiter) = (Context::new(cuda.clone()), Arc::new(Waiter::new()));
+        let discrete = matches!(platform.model(), MemoryModel::Discrete | MemoryModel::Hmm);
+        let placement = Placement {
+            map: cfg!(target_os = "linux") && discrete && platform.capabilities().can_register,
+            node: platform.topology().numa_node,
+        };
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let tuning = Tuning::built_in(platform.model(), cores);
+        let pool = PinnedPool::new(&context, &waiter, placement, memory.host_available, self.pool)?;
+        let staging = Staging::new(&context, &pool);
+        Ok(Device(Arc::new(Inner {
+            staging,
+            context,
+            stream: self.stream.clone(),
+            platform,
+            memory,
+            tuning,
+            waiter,
+            pool,
+        })))
     }
 }
 
@@ -89,18 +146,12 @@ impl Device {
     /// # Errors
     /// As [`new`](Device::new).
     pub fn with_detector(stream: &Arc<CudaStream>, detector: &Detector) -> Result<Self> {
-        Driver::get()?;
-        let platform = detector.detect_in(stream.context());
-        let memory = platform.memory_in(stream.context());
-        Ok(Self(Arc::new(Inner {
-            context: Context::new(stream.context().clone()),
-            stream: stream.clone(),
-            platform,
-            memory,
-            waiter: Waiter::new(),
-            up: Staging::default(),
-            down: Staging::default(),
-        })))
+        Self::builder(stream).detector(detector.clone()).build()
+    }
+
+    /// Starts a handle with more said about it.
+    pub fn builder(stream: &Arc<CudaStream>) -> DeviceBuilder<'_> {
+        DeviceBuilder { stream, detector: Detector::default(), pool: PoolOptions::default() }
     }
 
     /// The device with this ordinal: its primary context and default stream.
@@ -143,6 +194,16 @@ impl Device {
         &self.0.platform
     }
 
+    /// Its page-locked host memory.
+    pub fn pool(&self) -> &PinnedPool {
+        &self.0.pool
+    }
+
+    /// What the copy engine is set to for this device.
+    pub fn tuning(&self) -> Tuning {
+        self.0.tuning
+    }
+
     /// The caller's stream that this handle was made with.
     pub fn stream(&self) -> &Arc<CudaStream> {
         &self.0.stream
@@ -174,12 +235,8 @@ impl Device {
         &self.0.waiter
     }
 
-    pub(crate) fn staging_up(&self) -> &Staging {
-        &self.0.up
-    }
-
-    pub(crate) fn staging_down(&self) -> &Staging {
-        &self.0.down
+    pub(crate) fn staging(&self) -> &Staging {
+        &self.0.staging
     }
 
     /// Whether `stream` runs on this device's context.

@@ -89,6 +89,16 @@ impl Error {
         Self::new(Kind::Overflow { what: what.into() })
     }
 
+    /// A lack of memory, told of the bytes that were asked for rather than of the larger block for them.
+    pub(crate) fn of_request(self, request: u64) -> Self {
+        match &*self.kind {
+            Kind::OutOfMemory { what, why, .. } => {
+                Self::new(Kind::OutOfMemory { what, bytes: request, why: why.clone() })
+            }
+            _ => self,
+        }
+    }
+
     /// No usable CUDA driver: none installed, the toolkit's stub library, or no device.
     pub fn is_no_driver(&self) -> bool {
         matches!(*self.kind, Kind::NoDriver { .. } | Kind::MissingSymbol { .. })

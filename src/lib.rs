@@ -69,6 +69,7 @@ mod layout;
 mod os;
 mod plan;
 mod platform;
+mod pool;
 mod ranges;
 mod rows;
 mod sync;
@@ -78,15 +79,17 @@ mod trace;
 
 pub use batch::{Batch, BatchReport};
 pub use cudarc;
-pub use device::{Device, DeviceStats};
+pub use device::{Device, DeviceBuilder, DeviceStats};
 pub use driver::managed::{Advice, Location};
 pub use element::{DType, Element};
 pub use error::{Error, Refused, Result};
 pub use layout::Shape;
 pub use plan::{
-    Access, Backing, ByMemory, Decision, Direction, Estimate, Figures, HostMemory, Rate, Request, Strategy, plan,
+    Access, Backing, ByMemory, Decision, Direction, Estimate, Figures, HostMemory, Rate, Request, Strategy, Tuning,
+    plan,
 };
 pub use platform::{Attributes, Capabilities, Detector, MemoryFigures, MemoryModel, Platform, Topology};
+pub use pool::{PinnedBuffer, PinnedPool, PoolOptions, PoolStats, WhenFull};
 pub use rows::Rows;
 pub use tensor::{
     DeviceMut, DeviceRef, DynTensor, HostMut, HostRef, SharedTensor, TensorOptions, TensorView, TensorViewMut,

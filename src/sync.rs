@@ -1,5 +1,5 @@
-//! Locks, as parking_lot gives them, or as loom does while `cfg(transfer_tensor_loom)` explores their interleavings.
-//! (`cfg(loom)` itself would switch other crates of the tree too.)
+//! Locks and counters, as parking_lot and std give them, or as loom does while `cfg(transfer_tensor_loom)` explores their
+//! interleavings. (`cfg(loom)` itself would switch other crates of the tree too.)
 //!
 //! ```text
 //! RUSTFLAGS="--cfg transfer_tensor_loom" cargo test --release --lib loom_tests
@@ -7,7 +7,11 @@
 
 #[cfg(not(all(test, transfer_tensor_loom)))]
 pub(crate) use parking_lot::{Condvar, Mutex};
+#[cfg(not(all(test, transfer_tensor_loom)))]
+pub(crate) use std::sync::atomic::{AtomicU64, Ordering, fence};
 
+#[cfg(all(test, transfer_tensor_loom))]
+pub(crate) use loom::sync::atomic::{AtomicU64, Ordering, fence};
 #[cfg(all(test, transfer_tensor_loom))]
 pub(crate) use with_loom::{Condvar, Mutex};
 

@@ -17,8 +17,8 @@ use crate::error::{Error, Kind, Result};
 ///
 /// A copy of a few KiB costs the driver as much as one of 100 KiB. So pieces from and to ordinary memory are packed through
 /// page-locked buffers (two of 2 MiB, whatever the size of the batch), pieces that are neighbours on the device become one
-/// copy, and what lies apart there goes in one call where the driver has it (`cuMemcpyBatchAsync`, CUDA 12.8) and the stream is
-/// not a default one. Pieces of 64 KiB and more that lie in page-locked memory are copied from where they are.
+/// copy, and what lies apart there goes in one call where the driver has it (`cuMemcpyBatchAsync`, CUDA 12.8); since that
+/// refuses default streams, one of the crate's own does it in their place, ordered before and after. Pieces of 64 KiB and more that lie in page-locked memory are copied from where they are.
 ///
 /// All memory is borrowed until the batch has run; a batch that is dropped instead did nothing. Pieces of 0 bytes and empty
 /// batches are fine, and make no driver call.

@@ -1,7 +1,12 @@
-//! How a large copy is cut. Pure.
+//! How a large copy is cut (pure), and the threads that help with it.
 #![deny(unsafe_code)]
 
+pub(crate) mod pieces;
+pub(crate) mod workers;
+
 use std::ops::Range;
+
+use crate::error::Result;
 
 /// A piece of a copy between page-locked memory and the device. The copy engine turns to other streams between two pieces, so
 /// a small copy waits for about a millisecond behind a large one rather than for all of it; smaller pieces would cost
@@ -11,6 +16,18 @@ pub(crate) const PINNED_PIECE: usize = 64 << 20;
 /// A piece that passes through staging memory: large enough for the link, small enough that filling the first one does not
 /// cost much.
 pub(crate) const STAGED_PIECE: usize = 4 << 20;
+
+/// Where bytes for the device come from. Called from several threads, for ranges that do not overlap.
+pub(crate) trait Source: Sync {
+    /// Fills `into` with the bytes from `offset` on.
+    fn fill(&self, offset: usize, into: &mut [u8]) -> Result<()>;
+}
+
+/// Where bytes from the device go. Called from several threads, for ranges that do not overlap.
+pub(crate) trait Sink: Sync {
+    /// Takes the bytes from `offset` on.
+    fn take(&self, offset: usize, from: &[u8]) -> Result<()>;
+}
 
 /// Cuts `0..bytes` into pieces of `size` bytes, the last one shorter; with their numbers. `size` 0 counts as 1.
 pub(crate) fn chunks(bytes: usize, size: usize) -> impl Iterator<Item = (usize, Range<usize>)> {

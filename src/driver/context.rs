@@ -20,7 +20,7 @@ const IDLE_EVENTS: usize = 1024;
 pub(crate) struct Context {
     cuda: Arc<CudaContext>,
     idle: Mutex<Vec<RawEvent>>,
-    copy_streams: Mutex<[Option<Arc<OwnedStream>>; 2]>,
+    copy_streams: Mutex<[[Option<Arc<OwnedStream>>; Context::LANES]; 2]>,
     counters: Counters,
     batches: OnceLock<BatchCall>,
 }
@@ -52,11 +52,14 @@ pub(crate) enum Way {
 }
 
 impl Context {
+    /// Streams that the pieces of one staged copy are spread over: the next is ready when one has gone.
+    pub(crate) const LANES: usize = 4;
+
     pub(crate) fn new(cuda: Arc<CudaContext>) -> Arc<Self> {
         Arc::new(Self {
             cuda,
             idle: Mutex::new(Vec::new()),
-            copy_streams: Mutex::new([None, None]),
+            copy_streams: Mutex::default(),
             counters: Counters::default(),
             batches: OnceLock::new(),
         })
@@ -89,6 +92,11 @@ impl Context {
         }
         let returned = call();
         cuda.check_err().map(|()| returned).map_err(|error| cudarc_error(name, error))
+    }
+
+    /// Whether the driver takes many copies at once. The context is current.
+    pub(super) fn has_batches(&self) -> bool {
+        !matches!(self.batches(), BatchCall::Absent)
     }
 
     /// How the driver takes many copies at once. The context is current.
@@ -138,8 +146,13 @@ impl Context {
     /// The stream that carries copies one way. Made with a raw call: cudarc's `new_stream` would switch the caller's
     /// context to multi-stream mode, which costs him two driver calls for each use of a slice.
     pub(crate) fn copy_stream(self: &Arc<Self>, way: Way) -> Result<Stream> {
+        self.lane(way, 0)
+    }
+
+    /// One of the [`LANES`](Context::LANES) streams that carry the pieces of one copy.
+    pub(crate) fn lane(self: &Arc<Self>, way: Way, lane: usize) -> Result<Stream> {
         let mut streams = self.copy_streams.lock();
-        let slot = &mut streams[way as usize];
+        let slot = &mut streams[way as usize][lane % Self::LANES];
         let owned = match slot {
             Some(owned) => owned.clone(),
             None => slot.insert(Arc::new(OwnedStream::new(&self.cuda)?)).clone(),

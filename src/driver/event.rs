@@ -70,6 +70,15 @@ impl Event {
     /// # Errors
     /// The context faulted.
     pub(crate) fn wait(&self) -> Result<()> {
+        self.wait_polling(self.poll)
+    }
+
+    /// As [`wait`](Event::wait), for who has other work under way and need not be prompt: sleeps from the start.
+    pub(crate) fn wait_asleep(&self) -> Result<()> {
+        self.wait_polling(Duration::ZERO)
+    }
+
+    fn wait_polling(&self, poll: Duration) -> Result<()> {
         let _bound = self.context.enter()?;
         let start = Instant::now();
         loop {
@@ -79,7 +88,7 @@ impl Event {
                 code => return check("cuEventQuery", code),
             }
             let waited = start.elapsed();
-            if waited < self.poll {
+            if waited < poll {
                 std::hint::spin_loop();
             } else {
                 std::thread::sleep((waited / 64).clamp(*SLEEP.start(), *SLEEP.end()));

@@ -2,6 +2,7 @@
 
 pub(crate) mod batch;
 pub(crate) mod call;
+mod carry;
 pub(crate) mod context;
 pub(crate) mod copy;
 pub(crate) mod event;
@@ -14,7 +15,6 @@ pub(crate) mod probe;
 pub(crate) mod rows;
 pub(crate) mod slots;
 pub(crate) mod staging;
-pub(crate) mod standin;
 pub(crate) mod stream;
 
 pub(crate) use call::{Bound, check};

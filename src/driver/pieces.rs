@@ -11,10 +11,10 @@ use super::Event;
 use super::batch::{Copies, Counted, allocation, is_pinned};
 use super::context::{Context, Way};
 use super::slots::{ROUND, Slots, drain};
-use super::standin::{Sink, Source};
 use super::stream::Stream;
 use crate::batch::plan::{Layout, Part, Placed, check_apart, sort};
-use crate::copy::{STAGED_PIECE, chunks};
+use crate::copy::pieces::Pieces;
+use crate::copy::{STAGED_PIECE, Sink, Source};
 use crate::device::Device;
 use crate::element::{Element, validate};
 use crate::error::{Error, Kind, Result};
@@ -25,6 +25,9 @@ const LONG: usize = 4 * ROUND;
 /// Page-locked pieces at least this long are copied from where they lie: asking what memory they are (half a microsecond)
 /// takes less than packing them.
 pub(super) const DIRECT: usize = 64 << 10;
+
+/// For this many pieces it is worth the two events to have another stream do them than a default one.
+const WORTH_A_STREAM: usize = 16;
 
 /// Device memory that is borrowed until the transfer is over. Its address is asked for when that begins: asking makes the
 /// stream wait.
@@ -217,12 +220,34 @@ impl<'a> Work<'a> {
             check_apart(&up)?;
             let sum = |placed: &[Placed]| placed.iter().fold(0usize, |sum, placed| sum.saturating_add(placed.bytes));
             let slots = Slots::new(device, sum(&up).max(sum(&down)));
-            let mut way = Transfer { device, stream, slots, counted: Counted::default() };
-            way.up(&ups, up)?;
-            way.down(&downs, down)?;
-            Ok(way.counted)
+            on_own(device, stream, up.len() + down.len(), |stream| {
+                let mut way = Transfer { device, stream, slots, counted: Counted::default() };
+                way.up(&ups, up)?;
+                way.down(&downs, down)?;
+                Ok(way.counted)
+            })
         })
     }
+}
+
+/// Does `work` on `stream`; where that is a default stream, which takes no batches, on one of ours in its place, for many
+/// pieces.
+fn on_own<R>(device: &Device, stream: &Stream, pieces: usize, work: impl FnOnce(&Stream) -> Result<R>) -> Result<R> {
+    let context = device.context();
+    if !stream.is_default() || pieces < WORTH_A_STREAM || !context.has_batches() {
+        return work(stream);
+    }
+    let own = context.copy_stream(Way::Up)?;
+    own.wait_for(&Event::record(context, stream)?)?;
+    let done = work(&own).and_then(|done| {
+        stream.wait_for(&Event::record(context, &own)?)?;
+        Ok(done)
+    });
+    if done.is_err() {
+        // Others wait for the caller's stream only. Why the work failed says more than that the wait did.
+        let _ = drain(device, &own);
+    }
+    done
 }
 
 /// Asks for the addresses of some device memory and does `work` on it, as one with what cudarc tracks: the stream comes after
@@ -401,7 +426,7 @@ impl Transfer<'_> {
     }
 
     fn count_staged(&mut self, bytes: usize) {
-        let pieces = chunks(bytes, STAGED_PIECE).count() as u64;
+        let pieces = Pieces::new(bytes, 0, &self.device.tuning(), STAGED_PIECE).count() as u64;
         self.counted.copies += pieces;
         self.counted.calls += pieces;
     }

@@ -4,13 +4,13 @@ use std::ops::Range;
 use std::ptr::NonNull;
 
 use super::pending::Pending;
-use super::standin::{PinnedBuffer, Sink, Source};
 use super::stream::Stream;
 use super::{Event, context::synchronize};
 use crate::complete::free_later;
-use crate::copy::chunks;
+use crate::copy::{Sink, Source, chunks};
 use crate::device::Device;
 use crate::error::{Error, Result};
+use crate::pool::PinnedBuffer;
 
 /// Bytes of one buffer. Small enough that packing the first one does not keep the link waiting, large enough for it.
 pub(crate) const ROUND: usize = 2 << 20;

@@ -1,189 +1,554 @@
-//! Copies between the device and pageable memory, through two pinned slots: one is filled or emptied by the CPU while the
-//! other travels.
+//! Copies between the device and memory that is not page-locked, through page-locked slots: threads fill or empty them while
+//! others travel.
 //!
-//! An asynchronous driver copy from or to pageable memory would do the same inside the driver, but blocks the submitter, is
-//! documented only as "might be synchronous", and is slower; it is the fallback where nothing can be pinned.
+//! An asynchronous driver copy from or to pageable memory would do the same inside the driver with one thread, but blocks the
+//! submitter and is documented only as "might be synchronous"; it is the fallback where nothing can be pinned, and the way
+//! to go where the device reads ordinary memory itself.
 
+use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use parking_lot::Mutex;
 
-use super::context::Context;
+use super::context::{Context, Way};
 use super::copy;
 use super::event::Event;
-use super::memory::Pinned;
+use super::memory::Address;
 use super::stream::Stream;
-use crate::copy::{STAGED_PIECE, chunks};
-use crate::error::Result;
+use crate::copy::pieces::{Part, Pieces, meeting};
+use crate::copy::workers::Workers;
+use crate::copy::{STAGED_PIECE, Sink, Source};
+use crate::error::{Error, Result};
+use crate::os::{HUGE_PAGE, copy_past_caches};
+use crate::plan::Tuning;
+use crate::pool::{PinnedBuffer, PinnedPool};
 
-/// Bytes of one slot.
-const SLOT: usize = STAGED_PIECE;
+/// Up to this many bytes one thread and one piece on the caller's own stream do: waking others takes longer.
+const ONE_PIECE: usize = 512 << 10;
 
-/// The slots of one direction of one device. Copies that need them take turns.
-#[derive(Debug, Default)]
+/// Above this a result is written past the caches: it would not stay in them.
+const PAST_CACHES: usize = 1 << 20;
+
+/// The slots of a device, and what its staged copies go by.
+#[derive(Debug)]
 pub(crate) struct Staging {
-    slots: Mutex<Slots>,
-}
-
-#[derive(Debug, Default)]
-enum Slots {
-    #[default]
-    Untried,
-    Ready([Slot; 2]),
-    /// Pinning was refused: the driver's own pageable path is used.
-    Refused,
+    context: Arc<Context>,
+    pool: PinnedPool,
+    /// Oldest first. At most two for each thread of the tuning, and what copies of several callers took beyond.
+    slots: Mutex<VecDeque<Slot>>,
 }
 
 #[derive(Debug)]
 struct Slot {
-    memory: Pinned,
+    memory: PinnedBuffer,
     /// The copy that still uses it.
     busy: Option<Arc<Event>>,
 }
 
 impl Slot {
-    fn wait(&mut self) -> Result<()> {
+    /// Waits for the copy that uses it. With `poll`, without sleeping at first.
+    fn wait(&mut self, poll: bool) -> Result<()> {
         if let Some(event) = &self.busy {
-            event.wait()?;
+            if poll {
+                event.wait()?
+            } else {
+                event.wait_asleep()?
+            }
             self.busy = None;
         }
         Ok(())
     }
-}
 
-impl Slots {
-    fn get(&mut self, context: &Arc<Context>) -> Option<&mut [Slot; 2]> {
-        if matches!(self, Slots::Untried) {
-            let slot = || Pinned::alloc(context, SLOT).map(|memory| Slot { memory, busy: None });
-            *self = match (slot(), slot()) {
-                (Ok(a), Ok(b)) => Slots::Ready([a, b]),
-                _ => Slots::Refused,
-            };
-        }
-        match self {
-            Slots::Ready(slots) => Some(slots),
-            _ => None,
-        }
+    fn idle(&self) -> bool {
+        self.busy.as_ref().is_none_or(|event| event.query().is_ok_and(|passed| passed))
+    }
+
+    fn host(&self) -> *mut u8 {
+        self.memory.host().as_ptr()
     }
 }
 
 impl Staging {
+    pub(crate) fn new(context: &Arc<Context>, pool: &PinnedPool) -> Self {
+        Self { context: context.clone(), pool: pool.clone(), slots: Mutex::default() }
+    }
+
     /// Takes the slots out, each with the copy that may still use it: for the end, when they are to be freed.
-    pub(crate) fn take(&mut self) -> Vec<(Pinned, Option<Arc<Event>>)> {
-        match std::mem::take(self.slots.get_mut()) {
-            Slots::Ready(slots) => slots.into_iter().map(|slot| (slot.memory, slot.busy)).collect(),
-            Slots::Untried | Slots::Refused => Vec::new(),
+    pub(crate) fn take(&mut self) -> Vec<(PinnedBuffer, Option<Arc<Event>>)> {
+        self.slots.get_mut().drain(..).map(|slot| (slot.memory, slot.busy)).collect()
+    }
+
+    /// A slot, perhaps still busy; `None` where nothing can be pinned. `most`: how many there should be.
+    fn slot(&self, most: usize) -> Option<Slot> {
+        let mut slots = self.slots.lock();
+        if slots.front().is_some_and(Slot::idle) || slots.len() >= most {
+            return slots.pop_front();
+        }
+        drop(slots);
+        match self.pool.try_acquire(STAGED_PIECE) {
+            Ok(memory) => Some(Slot { memory, busy: None }),
+            Err(_) => self.slots.lock().pop_front(),
         }
     }
 
-    /// Copies `bytes` bytes of pageable memory to the device, in the order of `stream`. On return the source has been read;
-    /// the device has the bytes once the stream has passed.
+    fn give(&self, slots: impl IntoIterator<Item = Slot>) {
+        self.slots.lock().extend(slots);
+    }
+
+    /// Copies `source`'s bytes to the device as `parts` say (ascending, disjoint), in the order of `stream`. On return the
+    /// source has been read; the device has the bytes once the stream has passed.
     ///
     /// # Errors
-    /// The driver refused a piece. What was submitted before has run when this returns; the target is partly written.
+    /// The source's own, or the driver refused a piece. What was submitted before has run when this returns; the target is
+    /// partly written.
     ///
     /// # Safety
-    /// `source` is readable for `bytes` bytes during the call; `target` is the device's, valid and undisturbed until the
-    /// stream has passed. The context is current.
+    /// The parts' targets are the device's, valid and undisturbed until the stream has passed. The context is current.
     pub(crate) unsafe fn up(
         &self,
-        context: &Arc<Context>,
-        target: u64,
-        source: *const u8,
-        bytes: usize,
+        parts: &[Part],
+        source: &dyn Source,
+        tuning: &Tuning,
         stream: &Stream,
     ) -> Result<()> {
-        let mut guard = self.slots.lock();
-        let Some(slots) = guard.get(context) else {
-            // SAFETY: the caller's; the wait ends the copy before the source can go.
-            let submitted = unsafe { copy::host_to_device(target, source, bytes, stream) };
-            return stream.synchronize().and(submitted);
-        };
-        let mut step = |index: usize, offset: usize, len: usize| -> Result<()> {
-            let slot = &mut slots[index % 2];
-            slot.wait()?;
-            let staged = slot.memory.host().as_ptr();
-            // SAFETY: the slot is idle and at least `len` long; the source is valid by the caller's word.
-            unsafe { std::ptr::copy_nonoverlapping(source.add(offset), staged, len) };
-            // SAFETY: the slot stays ours and untouched until its event has passed.
-            unsafe { copy::host_to_device(target + offset as u64, staged, len, stream)? };
-            slot.busy = Some(Arc::new(Event::record(context, stream)?));
+        let bytes = parts.last().map_or(0, |part| part.source.end);
+        if bytes <= ONE_PIECE.min(STAGED_PIECE)
+            && let Some(slot) = self.slot(2 * tuning.threads)
+        {
+            // SAFETY: the caller's.
+            return unsafe { self.up_once(slot, parts, source, 0..bytes, stream) };
+        }
+        let pieces = Pieces::new(bytes, 0, tuning, STAGED_PIECE);
+        // SAFETY: `share` returns when no thread is in the job any more.
+        let source_there = unsafe { Lent::source(source) };
+        // SAFETY: as above.
+        let parts_there = unsafe { Lent::new(parts) };
+        let each = move |job: &Job, slot: &mut Slot, piece: Range<usize>| -> Result<()> {
+            slot.wait(false)?;
+            let staged = slot.memory.get_mut(..piece.len()).ok_or_else(|| Error::overflow("a staged piece"))?;
+            source_there.get().fill(piece.start, staged)?;
+            // SAFETY: the caller's word for the targets; the slot stays untouched until its event has passed.
+            unsafe { submit_up(parts_there.get(), &piece, slot.host(), &job.lane)? };
+            slot.busy = Some(Arc::new(Event::record(&job.context, &job.lane)?));
             Ok(())
         };
-        let result = chunks(bytes, SLOT).try_for_each(|(index, range)| step(index, range.start, range.len()));
-        if result.is_err() {
-            drain(&mut guard, stream);
+        let rest = self.share(pieces, tuning, Way::Up, stream, true, Box::new(Single(each)))?;
+        if rest < pieces.count() {
+            let from = pieces.get(rest).map_or(bytes, |piece| piece.start);
+            // SAFETY: the caller's.
+            return unsafe { up_unpinned(parts, source, from..bytes, stream) };
         }
+        Ok(())
+    }
+
+    /// A copy of one piece.
+    unsafe fn up_once(
+        &self,
+        mut slot: Slot,
+        parts: &[Part],
+        source: &dyn Source,
+        piece: Range<usize>,
+        stream: &Stream,
+    ) -> Result<()> {
+        let mut step = || -> Result<()> {
+            slot.wait(true)?;
+            let staged = slot.memory.get_mut(..piece.len()).ok_or_else(|| Error::overflow("a staged piece"))?;
+            source.fill(piece.start, staged)?;
+            // SAFETY: the caller's word for the targets; the slot stays untouched until its event has passed.
+            unsafe { submit_up(parts, &piece, slot.host(), stream)? };
+            slot.busy = Some(Arc::new(Event::record(&self.context, stream)?));
+            Ok(())
+        };
+        let result = step();
+        self.settle(result.is_ok(), std::slice::from_ref(stream), [slot]);
         result
     }
 
-    /// Copies `bytes` bytes from the device to pageable memory, in the order of `stream`; done when it returns.
+    /// Copies `bytes` bytes from the device to `sink`, in the order of `stream`; done when it returns.
     ///
     /// # Errors
     /// As [`up`](Staging::up).
     ///
     /// # Safety
-    /// As [`up`](Staging::up), with the roles exchanged; nobody else touches the target during the call.
+    /// `source` is the device's, valid and undisturbed until this returns. The context is current.
     pub(crate) unsafe fn down(
         &self,
-        context: &Arc<Context>,
-        target: *mut u8,
+        sink: &dyn Sink,
+        phase: usize,
+        source: u64,
+        bytes: usize,
+        tuning: &Tuning,
+        stream: &Stream,
+    ) -> Result<()> {
+        if bytes <= ONE_PIECE.min(STAGED_PIECE)
+            && let Some(slot) = self.slot(2 * tuning.threads)
+        {
+            // SAFETY: the caller's.
+            return unsafe { self.down_once(slot, sink, source, bytes, stream) };
+        }
+        let pieces = Pieces::new(bytes, phase, tuning, STAGED_PIECE);
+        // SAFETY: `share` returns when no thread is in the job any more.
+        let sink_there = unsafe { Lent::sink(sink) };
+        let fetch = move |job: &Job, slot: &mut Slot, piece: Range<usize>| -> Result<()> {
+            slot.wait(false)?;
+            // SAFETY: the slot is idle and stays ours until its event has passed; the source is valid by the caller's word.
+            unsafe { copy::device_to_host(slot.host(), source + piece.start as u64, piece.len(), &job.lane)? };
+            slot.busy = Some(Arc::new(Event::record(&job.context, &job.lane)?));
+            Ok(())
+        };
+        let empty = move |slot: &mut Slot, piece: Range<usize>| -> Result<()> {
+            slot.wait(false)?;
+            let staged = slot.memory.get(..piece.len()).ok_or_else(|| Error::overflow("a staged piece"))?;
+            sink_there.get().take(piece.start, staged)
+        };
+        let rest = self.share(pieces, tuning, Way::Down, stream, false, Box::new(Double(fetch, empty)))?;
+        if rest < pieces.count() {
+            let from = pieces.get(rest).map_or(bytes, |piece| piece.start);
+            // SAFETY: the caller's.
+            return unsafe { down_unpinned(sink, source, from..bytes, stream) };
+        }
+        Ok(())
+    }
+
+    unsafe fn down_once(
+        &self,
+        mut slot: Slot,
+        sink: &dyn Sink,
         source: u64,
         bytes: usize,
         stream: &Stream,
     ) -> Result<()> {
-        let mut guard = self.slots.lock();
-        let Some(slots) = guard.get(context) else {
-            // SAFETY: the caller's; the wait ends the copy before the target is looked at.
-            let submitted = unsafe { copy::device_to_host(target, source, bytes, stream) };
-            return stream.synchronize().and(submitted);
+        let mut step = || -> Result<()> {
+            slot.wait(true)?;
+            // SAFETY: the slot is idle and stays ours until its event has passed; the source is valid by the caller's word.
+            unsafe { copy::device_to_host(slot.host(), source, bytes, stream)? };
+            slot.busy = Some(Arc::new(Event::record(&self.context, stream)?));
+            slot.wait(true)?;
+            sink.take(0, slot.memory.get(..bytes).ok_or_else(|| Error::overflow("a staged piece"))?)
         };
-        let fetch = |index: usize, offset: usize, len: usize, slots: &mut [Slot; 2]| -> Result<()> {
-            let slot = &mut slots[index % 2];
-            slot.wait()?;
-            // SAFETY: the slot is idle and stays ours until its event has passed.
-            unsafe { copy::device_to_host(slot.memory.host().as_ptr(), source + offset as u64, len, stream)? };
-            slot.busy = Some(Arc::new(Event::record(context, stream)?));
-            Ok(())
-        };
-        let empty = |index: usize, offset: usize, len: usize, slots: &mut [Slot; 2]| -> Result<()> {
-            let slot = &mut slots[index % 2];
-            slot.wait()?;
-            // SAFETY: the slot's copy has passed; the target is valid by the caller's word.
-            unsafe { std::ptr::copy_nonoverlapping(slot.memory.host().as_ptr(), target.add(offset), len) };
-            Ok(())
-        };
-        let mut previous = None;
-        let result = chunks(bytes, SLOT)
-            .try_for_each(|(index, range)| {
-                fetch(index, range.start, range.len(), slots)?;
-                match previous.replace((index, range)) {
-                    Some((index, range)) => empty(index, range.start, range.len(), slots),
-                    None => Ok(()),
-                }
-            })
-            .and_then(|()| match previous {
-                Some((index, range)) => empty(index, range.start, range.len(), slots),
-                None => Ok(()),
-            });
-        if result.is_err() {
-            drain(&mut guard, stream);
-        }
+        let result = step();
+        self.settle(result.is_ok(), std::slice::from_ref(stream), [slot]);
         result
+    }
+
+    /// Does the pieces with several threads; the number of the first that nobody could do for want of slots.
+    fn share(
+        &self,
+        pieces: Pieces,
+        tuning: &Tuning,
+        way: Way,
+        stream: &Stream,
+        join: bool,
+        work: Box<dyn Work>,
+    ) -> Result<usize> {
+        let lanes = Context::LANES.min(pieces.threads);
+        let lanes = (0..lanes).map(|lane| self.context.lane(way, lane)).collect::<Result<Vec<_>>>()?;
+        let start = Event::record(&self.context, stream)?;
+        lanes.iter().try_for_each(|lane| lane.wait_for(&start))?;
+        let job = Arc::new(Shared {
+            pieces,
+            next: AtomicUsize::new(0),
+            came: AtomicUsize::new(0),
+            failed: AtomicBool::new(false),
+            error: Mutex::new(None),
+            used: Mutex::new(Vec::new()),
+            lanes,
+            work,
+        });
+        // SAFETY: `run` returns when no thread is in the job any more.
+        let staging = unsafe { Lent::new(self) };
+        let most = 2 * tuning.threads;
+        let here = job.clone();
+        Workers::get().run(pieces.threads - 1, Box::new(move || here.take_part(staging.get(), most)));
+        let mut error = job.error.lock().take();
+        if join && error.is_none() {
+            // The caller's stream goes on when the pieces are there.
+            let arrived = job.lanes.iter().try_for_each(|lane| stream.wait_for(&Event::record(&self.context, lane)?));
+            error = arrived.err();
+        }
+        self.settle(error.is_none(), &job.lanes, std::mem::take(&mut *job.used.lock()));
+        match error {
+            Some(error) => Err(error),
+            None => Ok(job.next.load(Ordering::SeqCst).min(pieces.count())),
+        }
+    }
+
+    /// Takes slots back. After an error nothing may use them when the next copy takes them, whether or not the event of each
+    /// was recorded: all that was submitted is waited for, and where that fails they are kept for ever.
+    fn settle(&self, good: bool, lanes: &[Stream], slots: impl IntoIterator<Item = Slot>) {
+        if good {
+            return self.give(slots);
+        }
+        let idle = lanes.iter().map(Stream::synchronize).fold(Ok(()), Result::and);
+        for mut slot in slots {
+            slot.busy = None;
+            match idle {
+                Ok(()) => self.give([slot]),
+                Err(_) => std::mem::forget(slot),
+            }
+        }
     }
 }
 
-/// After an error: nothing may use the slots when the next copy takes them, whether or not its event was recorded.
-fn drain(slots: &mut Slots, stream: &Stream) {
-    if let (Slots::Ready(ready), Err(_)) = (&mut *slots, stream.synchronize()) {
-        // Not known to be idle: never touched, never freed.
-        for slot in ready.iter_mut() {
-            slot.busy = None;
+/// What one thread needs for its pieces.
+struct Job {
+    context: Arc<Context>,
+    lane: Stream,
+}
+
+/// What is done with a thread's two slots.
+trait Work: Send + Sync {
+    /// Begins a piece in a slot.
+    fn begin(&self, job: &Job, slot: &mut Slot, piece: Range<usize>) -> Result<()>;
+
+    /// Ends it.
+    fn end(&self, slot: &mut Slot, piece: Range<usize>) -> Result<()>;
+}
+
+/// Nothing is left to do when a piece is submitted.
+struct Single<F>(F);
+
+impl<F: Fn(&Job, &mut Slot, Range<usize>) -> Result<()> + Send + Sync> Work for Single<F> {
+    fn begin(&self, job: &Job, slot: &mut Slot, piece: Range<usize>) -> Result<()> {
+        (self.0)(job, slot, piece)
+    }
+
+    fn end(&self, _: &mut Slot, _: Range<usize>) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// A piece is submitted, and looked at when it has come.
+struct Double<F, E>(F, E);
+
+impl<F, E> Work for Double<F, E>
+where
+    F: Fn(&Job, &mut Slot, Range<usize>) -> Result<()> + Send + Sync,
+    E: Fn(&mut Slot, Range<usize>) -> Result<()> + Send + Sync,
+{
+    fn begin(&self, job: &Job, slot: &mut Slot, piece: Range<usize>) -> Result<()> {
+        (self.0)(job, slot, piece)
+    }
+
+    fn end(&self, slot: &mut Slot, piece: Range<usize>) -> Result<()> {
+        (self.1)(slot, piece)
+    }
+}
+
+/// A copy that threads do together.
+struct Shared {
+    pieces: Pieces,
+    next: AtomicUsize,
+    came: AtomicUsize,
+    failed: AtomicBool,
+    error: Mutex<Option<Error>>,
+    used: Mutex<Vec<Slot>>,
+    lanes: Vec<Stream>,
+    work: Box<dyn Work>,
+}
+
+impl Shared {
+    /// What each thread does: takes two slots, then piece after piece, each begun before the one before it is ended.
+    fn take_part(&self, staging: &Staging, most: usize) {
+        let came = self.came.fetch_add(1, Ordering::Relaxed);
+        let Some(lane) = self.lanes.get(came % self.lanes.len().max(1)) else { return };
+        let mut slots = Vec::with_capacity(2);
+        if let Err(error) = self.pieces_of_one(staging, most, lane, &mut slots) {
+            self.failed.store(true, Ordering::SeqCst);
+            self.error.lock().get_or_insert(error);
         }
-        std::mem::forget(std::mem::replace(slots, Slots::Untried));
-    } else if let Slots::Ready(ready) = slots {
-        for slot in ready.iter_mut() {
-            slot.busy = None;
+        self.used.lock().append(&mut slots);
+    }
+
+    fn pieces_of_one(&self, staging: &Staging, most: usize, lane: &Stream, slots: &mut Vec<Slot>) -> Result<()> {
+        let context = &staging.context;
+        let _bound = context.to_submit()?;
+        let job = Job { context: context.clone(), lane: lane.clone() };
+        let mut begun: Option<(usize, Range<usize>)> = None;
+        loop {
+            if slots.len() < 2 {
+                slots.extend(staging.slot(most));
+            }
+            let index = match (&begun, slots.len()) {
+                (_, 0) => return Ok(()),
+                (Some((used, _)), 2) => 1 - used.min(&1),
+                _ => 0,
+            };
+            // With one slot, what is in it must be ended before the next begins.
+            if slots.len() == 1
+                && let Some((index, piece)) = begun.take()
+            {
+                self.end(slots, index, piece)?;
+            }
+            let piece = if self.failed.load(Ordering::SeqCst) { None } else { self.claim() };
+            if let Some(piece) = &piece
+                && let Some(slot) = slots.get_mut(index)
+            {
+                self.work.begin(&job, slot, piece.clone())?;
+            }
+            let last = piece.is_none();
+            if let Some((index, piece)) = std::mem::replace(&mut begun, piece.map(|piece| (index, piece))) {
+                self.end(slots, index, piece)?;
+            }
+            if last {
+                return Ok(());
+            }
         }
+    }
+
+    fn claim(&self) -> Option<Range<usize>> {
+        // Not beyond the end, which says that all was done.
+        let next = self
+            .next
+            .fetch_update(Ordering::SeqCst, Ordering::SeqCst, |next| (next < self.pieces.count()).then_some(next + 1));
+        self.pieces.get(next.ok()?)
+    }
+
+    fn end(&self, slots: &mut [Slot], index: usize, piece: Range<usize>) -> Result<()> {
+        slots.get_mut(index).map_or(Ok(()), |slot| self.work.end(slot, piece))
+    }
+}
+
+/// Submits what of `piece`, which lies at `staged`, goes where.
+///
+/// # Safety
+/// As [`copy::host_to_device`], for each part.
+unsafe fn submit_up(parts: &[Part], piece: &Range<usize>, staged: *const u8, lane: &Stream) -> Result<()> {
+    meeting(parts, piece).try_for_each(|(range, target)| {
+        // SAFETY: the caller's; the range lies inside the piece.
+        unsafe { copy::host_to_device(target, staged.add(range.start - piece.start), range.len(), lane) }
+    })
+}
+
+/// Without page-locked memory: the driver's own way, from a buffer, piece by piece.
+unsafe fn up_unpinned(parts: &[Part], source: &dyn Source, rest: Range<usize>, stream: &Stream) -> Result<()> {
+    let mut buffer = vec![0u8; STAGED_PIECE.min(rest.len())];
+    let mut from = rest.start;
+    while from < rest.end {
+        let piece = from..rest.end.min(from + buffer.len());
+        source.fill(piece.start, buffer.get_mut(..piece.len()).unwrap_or_default())?;
+        // SAFETY: the caller's; the wait ends the copies before the buffer is used again.
+        let submitted = unsafe { submit_up(parts, &piece, buffer.as_ptr(), stream) };
+        stream.synchronize().and(submitted)?;
+        from = piece.end;
+    }
+    Ok(())
+}
+
+/// As [`up_unpinned`].
+unsafe fn down_unpinned(sink: &dyn Sink, source: u64, rest: Range<usize>, stream: &Stream) -> Result<()> {
+    let mut buffer = vec![0u8; STAGED_PIECE.min(rest.len())];
+    let mut from = rest.start;
+    while from < rest.end {
+        let piece = from..rest.end.min(from + buffer.len());
+        // SAFETY: the caller's; the wait ends the copy before the buffer is looked at.
+        let submitted = unsafe { copy::device_to_host(buffer.as_mut_ptr(), source + from as u64, piece.len(), stream) };
+        stream.synchronize().and(submitted)?;
+        sink.take(piece.start, buffer.get(..piece.len()).unwrap_or_default())?;
+        from = piece.end;
+    }
+    Ok(())
+}
+
+/// Ordinary host memory that is read.
+pub(crate) struct HostSource(Address);
+
+impl HostSource {
+    /// # Safety
+    /// `start` is readable for the whole copy, from any thread.
+    pub(crate) unsafe fn new(start: *const u8) -> Option<Self> {
+        std::ptr::NonNull::new(start.cast_mut()).map(|start| Self(Address(start)))
+    }
+}
+
+impl Source for HostSource {
+    fn fill(&self, offset: usize, into: &mut [u8]) -> Result<()> {
+        // SAFETY: by the word given to `new`; the engine asks for nothing beyond the copy's length.
+        unsafe { std::ptr::copy_nonoverlapping(self.0.get().as_ptr().add(offset), into.as_mut_ptr(), into.len()) };
+        Ok(())
+    }
+}
+
+/// Ordinary host memory that is written.
+pub(crate) struct HostSink {
+    start: Address,
+    past_caches: bool,
+}
+
+impl HostSink {
+    /// # Safety
+    /// `start` is writable for `bytes` bytes, and nobody looks there, until the copy returns.
+    pub(crate) unsafe fn new(start: *mut u8, bytes: usize) -> Option<Self> {
+        let start = Address(std::ptr::NonNull::new(start)?);
+        Some(Self { start, past_caches: bytes >= PAST_CACHES })
+    }
+
+    /// The bytes before the first huge page's boundary: two threads should not make one page.
+    pub(crate) fn phase(&self) -> usize {
+        self.start.get().as_ptr().align_offset(HUGE_PAGE)
+    }
+}
+
+impl Sink for HostSink {
+    fn take(&self, offset: usize, from: &[u8]) -> Result<()> {
+        // SAFETY: by the word given to `new`; the engine gives nothing beyond the copy's length.
+        unsafe {
+            let target = self.start.get().as_ptr().add(offset);
+            if self.past_caches {
+                copy_past_caches(from.as_ptr(), target, from.len());
+            } else {
+                std::ptr::copy_nonoverlapping(from.as_ptr(), target, from.len());
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A reference that threads of a job use, which ends before the reference does.
+struct Lent<T: ?Sized>(*const T);
+
+// SAFETY: used as a shared reference to a `Sync` value.
+unsafe impl<T: ?Sized + Sync> Send for Lent<T> {}
+// SAFETY: as above.
+unsafe impl<T: ?Sized + Sync> Sync for Lent<T> {}
+
+impl<T: ?Sized> Clone for Lent<T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<T: ?Sized> Copy for Lent<T> {}
+
+impl<T: ?Sized> Lent<T> {
+    /// # Safety
+    /// Nobody calls `get` once the reference is over.
+    unsafe fn new(value: &T) -> Self {
+        Self(value)
+    }
+
+    fn get(&self) -> &T {
+        // SAFETY: the word given when it was made.
+        unsafe { &*self.0 }
+    }
+}
+
+impl Lent<dyn Source> {
+    /// # Safety
+    /// As [`new`](Lent::new).
+    unsafe fn source(value: &dyn Source) -> Self {
+        // SAFETY: only the lifetime in the type changes; the caller's word keeps to it.
+        Self(unsafe { std::mem::transmute::<*const (dyn Source + '_), *const dyn Source>(value) })
+    }
+}
+
+impl Lent<dyn Sink> {
+    /// # Safety
+    /// As [`new`](Lent::new).
+    unsafe fn sink(value: &dyn Sink) -> Self {
+        // SAFETY: as for a source.
+        Self(unsafe { std::mem::transmute::<*const (dyn Sink + '_), *const dyn Sink>(value) })
     }
 }

@@ -1,8 +1,12 @@
 //! What the operating system is asked for directly.
 
+mod mapping;
 mod maps;
+mod stream;
 
+pub(crate) use mapping::{HUGE_PAGE, Mapping, advise_huge};
 pub(crate) use maps::is_file_backed;
+pub(crate) use stream::copy_past_caches;
 
 use std::alloc::{Layout, alloc, alloc_zeroed, dealloc};
 use std::ptr::NonNull;
@@ -12,7 +16,6 @@ use crate::error::{Error, Kind, Result};
 /// Alignment of ordinary host memory: a cache line for small blocks, a huge page for large ones, so that the kernel can
 /// back them with huge pages (random access over 4 KiB pages is 170 × slower on a GB10; docs/platforms.md).
 const CACHE_LINE: usize = 128;
-const HUGE_PAGE: usize = 2 << 20;
 
 /// Zeroed ordinary memory.
 #[derive(Debug)]
@@ -40,7 +43,6 @@ impl Block {
         // SAFETY: as above.
         let address = NonNull::new(unsafe { alloc(layout) }).ok_or_else(refused)?;
         // Before the first touch, which is the zeroing.
-        #[cfg(target_os = "linux")]
         advise_huge(address, bytes);
         // SAFETY: the block is ours and `bytes` long.
         unsafe { address.as_ptr().write_bytes(0, bytes) };
@@ -57,16 +59,4 @@ impl Drop for Block {
         // SAFETY: allocated by `zeroed` with this layout.
         unsafe { dealloc(self.address.as_ptr(), self.layout) };
     }
-}
-
-#[cfg(target_os = "linux")]
-fn advise_huge(address: NonNull<u8>, bytes: usize) {
-    const MADV_HUGEPAGE: std::ffi::c_int = 14;
-    unsafe extern "C" {
-        fn madvise(address: *mut std::ffi::c_void, length: usize, advice: std::ffi::c_int) -> std::ffi::c_int;
-    }
-    // Whole pages inside the block; a refusal changes nothing.
-    let length = bytes / HUGE_PAGE * HUGE_PAGE;
-    // SAFETY: the range is ours, and the advice does not change its contents.
-    let _ = unsafe { madvise(address.as_ptr().cast(), length, MADV_HUGEPAGE) };
 }

@@ -15,9 +15,11 @@ pub(crate) mod figures;
 pub(crate) mod kinds;
 #[cfg(test)]
 mod tests;
+pub(crate) mod tuning;
 
 pub use figures::{ByMemory, Figures, Rate};
 pub use kinds::{Access, Backing, Direction, HostMemory, Strategy};
+pub use tuning::Tuning;
 
 use cost::{Candidate, Standing};
 

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::region::{Owner, Region};
-use super::store::{State, Store, pageable_region, pinned_region};
+use super::store::{State, Store, pageable_region, pinned_or_pageable, pinned_region};
 use super::{TransferTensor, check_elements};
 use crate::device::Device;
 use crate::driver::memory::{Managed, Registered, Registration};
@@ -124,9 +124,7 @@ impl<'d> TensorOptions<'d> {
             _ if bytes == 0 => State::default(),
             Strategy::Streamed => match (init, self.device) {
                 (Init::Copy(values), Some(device)) => {
-                    let region =
-                        pinned_region(device, bytes).or_else(|_| pageable_region(bytes, Some(device.clone())))?;
-                    on_host_only(filled(region, &Init::Copy(values))?)
+                    on_host_only(filled(pinned_or_pageable(device, bytes)?, &Init::Copy(values))?)
                 }
                 // Current nowhere: zeros, made where they are first asked for.
                 _ => State::default(),

@@ -13,7 +13,7 @@ use parking_lot::Mutex;
 
 use super::region::{Owner, Region, Submitted};
 use crate::device::Device;
-use crate::driver::memory::{Pinned, alloc_device, slice_address};
+use crate::driver::memory::{alloc_device, slice_address};
 use crate::driver::{Event, Stream, Way, copy};
 use crate::element::Element;
 use crate::error::{Error, Kind, Result};
@@ -200,7 +200,7 @@ impl Store {
             // SAFETY: as above; the target's bytes are current nowhere else and the state is locked, so nobody looks.
             unsafe {
                 let to = to.as_ptr().add(part.start);
-                device.staging_down().down(device.context(), to, from, part.len(), &stream)?;
+                device.copy_down(to, from, part.len(), &stream)?;
             }
             target.passed(write);
             source.close(read, Arc::new(Event::record(device.context(), &stream)?));
@@ -296,7 +296,7 @@ impl Store {
             source.wait(part, false)?;
             let read = source.open(stream, part, false);
             // SAFETY: as above; the source is read before the call returns, under the state's lock.
-            unsafe { device.staging_up().up(device.context(), to, from, part.len(), stream)? };
+            unsafe { device.copy_up(to, from, part.len(), stream)? };
             // Only if the call fails may the driver still be reading.
             source.passed(read);
         }
@@ -309,9 +309,7 @@ impl Store {
     /// where pinning is refused.
     fn new_host_region(&self) -> Result<Region> {
         match &self.device {
-            Some(device) => {
-                pinned_region(device, self.bytes).or_else(|_| pageable_region(self.bytes, Some(device.clone())))
-            }
+            Some(device) => pinned_or_pageable(device, self.bytes),
             None => pageable_region(self.bytes, None),
         }
     }
@@ -340,14 +338,22 @@ pub(crate) fn retry_after_drain<R>(device: &Device, error: Error, again: impl Fn
     if error.is_out_of_memory() && device.drain(Duration::from_secs(2)).is_ok() { again() } else { Err(error) }
 }
 
-/// Pinned memory, not yet set.
+/// Pinned memory of the device's pool, not yet set.
 pub(crate) fn pinned_region(device: &Device, bytes: usize) -> Result<Region> {
-    let allocate = || Pinned::alloc(device.context(), bytes);
-    let pinned = allocate().or_else(|error| retry_after_drain(device, error, allocate))?;
-    let (host, address) = (pinned.host(), pinned.device());
-    let owner = Owner::Slow(Box::new(pinned));
-    // SAFETY: the allocation owns `bytes` bytes at both addresses.
+    let allocate = || device.pool().try_acquire(bytes);
+    let buffer = allocate().or_else(|error| retry_after_drain(device, error, allocate))?;
+    let (host, address) = (buffer.host(), buffer.device_address());
+    let owner = Owner::Host(Box::new(buffer));
+    // SAFETY: the buffer owns `bytes` bytes at both addresses.
     Ok(unsafe { Region::new(Some(host), address, bytes, Backing::Pinned, Some(device.clone()), owner) })
+}
+
+/// Pinned memory; pageable where pinning is refused and the pool is not strict.
+pub(crate) fn pinned_or_pageable(device: &Device, bytes: usize) -> Result<Region> {
+    match pinned_region(device, bytes) {
+        Err(_) if !device.pool().is_strict() => pageable_region(bytes, Some(device.clone())),
+        region => region,
+    }
 }
 
 /// Ordinary memory, zeroed, aligned for every element type and for vector instructions; on huge pages where the system

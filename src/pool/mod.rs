@@ -1,0 +1,414 @@
+//! Page-locked host memory that is used again and again.
+//!
+//! Getting such memory from the driver takes about a millisecond for 1.5 MiB, and giving it back waits for the whole device
+//! with the driver locked. So what is given back here is kept, by size, and the driver is only asked while a program warms up.
+
+mod classes;
+mod shelf;
+
+use std::fmt;
+use std::ops::{Deref, DerefMut};
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use self::classes::capacity;
+pub use self::shelf::WhenFull;
+use self::shelf::{Block, Shelf, Taken};
+use crate::complete::{Waiter, free_later};
+use crate::driver::memory::{Pinned, Placement};
+use crate::driver::{Context, Driver};
+use crate::error::{Error, Kind, Result};
+
+/// What a pool of page-locked memory may do.
+///
+/// ```
+/// # cuda_sim::install().unwrap();
+/// # let gpu = cuda_sim::device("x86_h200_sxm_gen5").unwrap();
+/// # let stream = cudarc::driver::CudaContext::new(gpu.ordinal())?.default_stream();
+/// use transfer_tensor::{Device, PoolOptions, WhenFull};
+///
+/// let pool = PoolOptions::new().budget(256 << 20).when_full(WhenFull::Block).reserve(32 << 20, 4);
+/// let device = Device::builder(&stream).pool(pool).build()?;
+/// let mut buffer = device.pool().acquire(20 << 20)?;
+/// buffer.fill(7);
+/// drop(buffer); // kept for the next one that needs as much
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug, Clone, Default)]
+pub struct PoolOptions {
+    budget: Option<u64>,
+    keep_idle: Option<u64>,
+    when_full: WhenFull,
+    strict: bool,
+    reserve: Vec<(usize, usize)>,
+}
+
+impl PoolOptions {
+    /// The defaults.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// The most bytes that may be page-locked, lent and idle together. If not said: half of what the host could still
+    /// allocate when the device was made.
+    pub fn budget(mut self, bytes: u64) -> Self {
+        self.budget = Some(bytes);
+        self
+    }
+
+    /// The most idle bytes that are kept; a block that comes back above that goes to the driver, on a thread of its own. If
+    /// not said: the budget.
+    pub fn keep_idle(mut self, bytes: u64) -> Self {
+        self.keep_idle = Some(bytes);
+        self
+    }
+
+    /// What [`acquire`](PinnedPool::acquire) does when there is no room. If not said, it refuses. Tensors always refuse: their
+    /// host side is pageable then.
+    pub fn when_full(mut self, when_full: WhenFull) -> Self {
+        self.when_full = when_full;
+        self
+    }
+
+    /// A refused reservation is an error, and tensors whose host side can not be page-locked are too, instead of being made
+    /// with a smaller pool and with pageable memory.
+    pub fn strict(mut self, strict: bool) -> Self {
+        self.strict = strict;
+        self
+    }
+
+    /// Makes `count` blocks for `bytes` bytes each when the device is made: in the background; at once, where
+    /// [`strict`](Self::strict).
+    pub fn reserve(mut self, bytes: usize, count: usize) -> Self {
+        self.reserve.push((bytes, count));
+        self
+    }
+}
+
+/// A device's page-locked host memory: a handle, cheap to clone, to use from any thread.
+///
+/// Blocks are at most an eighth larger than what was asked for (above 1 MiB), never write-combined (the CPU reads such
+/// memory at a tenth of the speed), and near the device where the machine has several NUMA nodes.
+#[derive(Debug, Clone)]
+pub struct PinnedPool(Arc<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    shelf: Shelf<Pinned>,
+    context: Arc<Context>,
+    waiter: Arc<Waiter>,
+    placement: Placement,
+    keep_idle: u64,
+    when_full: WhenFull,
+    strict: bool,
+    counts: Counts,
+}
+
+#[derive(Debug, Default)]
+struct Counts {
+    acquired: AtomicU64,
+    made: AtomicU64,
+    freed: AtomicU64,
+    refused: AtomicU64,
+    peak: AtomicU64,
+    /// What was reserved when the driver first refused more; 0: it never did.
+    limit: AtomicU64,
+}
+
+/// What a pool holds and has done.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
+#[non_exhaustive]
+pub struct PoolStats {
+    /// The most bytes that may be page-locked.
+    pub budget: u64,
+    /// Bytes that are page-locked, lent or idle.
+    pub reserved: u64,
+    /// Bytes that wait to be used again.
+    pub idle: u64,
+    /// The most bytes that were reserved at one time.
+    pub peak: u64,
+    /// Buffers handed out so far.
+    pub acquired: u64,
+    /// Blocks made: calls of the driver.
+    pub made: u64,
+    /// Blocks given back to the driver.
+    pub freed: u64,
+    /// Requests that got nothing, for want of budget or because the driver refused.
+    pub refused: u64,
+    /// How much the driver lets this process page-lock, if it has refused more (in a container, under WSL): what was
+    /// reserved then.
+    pub pinned_limit: Option<u64>,
+}
+
+impl PinnedPool {
+    pub(crate) fn new(
+        context: &Arc<Context>,
+        waiter: &Arc<Waiter>,
+        placement: Placement,
+        host_available: Option<u64>,
+        options: PoolOptions,
+    ) -> Result<Self> {
+        let budget = options.budget.unwrap_or_else(|| host_available.map_or(u64::MAX, |bytes| bytes / 2));
+        let pool = Self(Arc::new(Inner {
+            shelf: Shelf::new(budget),
+            context: context.clone(),
+            waiter: waiter.clone(),
+            placement,
+            keep_idle: options.keep_idle.unwrap_or(budget),
+            when_full: options.when_full,
+            strict: options.strict,
+            counts: Counts::default(),
+        }));
+        if options.strict {
+            options.reserve.iter().try_for_each(|&(bytes, count)| pool.reserve(bytes, count).map(drop))?;
+        } else if !options.reserve.is_empty() {
+            let own = pool.clone();
+            let work = move || options.reserve.iter().for_each(|&(bytes, count)| drop(own.reserve(bytes, count)));
+            // Without a thread the blocks are made when they are asked for.
+            let _ = std::thread::Builder::new().name("transfer-pin".into()).spawn(work);
+        }
+        Ok(pool)
+    }
+
+    /// A buffer of `bytes` bytes, with whatever bytes were there before. When there is no room, does what
+    /// [`PoolOptions::when_full`] says.
+    ///
+    /// No driver call where a block of this size has come back; else one, which takes about 0.1 to 0.7 ms a MiB and may wait
+    /// for the device.
+    ///
+    /// # Errors
+    /// There is no room within the budget, or the driver refuses more.
+    pub fn acquire(&self, bytes: usize) -> Result<PinnedBuffer> {
+        self.acquire_or(bytes, self.0.when_full)
+    }
+
+    /// As [`acquire`](Self::acquire); an error at once when there is no room.
+    ///
+    /// # Errors
+    /// As [`acquire`](Self::acquire).
+    pub fn try_acquire(&self, bytes: usize) -> Result<PinnedBuffer> {
+        self.acquire_or(bytes, WhenFull::Refuse)
+    }
+
+    /// As [`acquire`](Self::acquire), with another way of waiting.
+    ///
+    /// # Errors
+    /// As [`acquire`](Self::acquire).
+    pub fn acquire_or(&self, bytes: usize, when_full: WhenFull) -> Result<PinnedBuffer> {
+        if bytes == 0 {
+            return Ok(PinnedBuffer { block: None, len: 0, pool: self.clone() });
+        }
+        let block = self.take(bytes, when_full).inspect_err(|_| {
+            self.0.counts.refused.fetch_add(1, Ordering::Relaxed);
+        })?;
+        self.0.counts.acquired.fetch_add(1, Ordering::Relaxed);
+        Ok(PinnedBuffer { block: Some(block), len: bytes, pool: self.clone() })
+    }
+
+    fn take(&self, bytes: usize, when_full: WhenFull) -> Result<Pinned> {
+        let capacity = capacity(bytes).ok_or_else(|| Error::overflow(format!("{bytes} bytes of pinned memory")))?;
+        match self.0.shelf.take(capacity, when_full) {
+            Some(Taken::Block(block)) => Ok(block),
+            Some(Taken::Grant(evicted)) => {
+                self.free(evicted);
+                self.make(capacity).map_err(|error| error.of_request(bytes as u64))
+            }
+            None => {
+                let (shelf, idle) = (&self.0.shelf, self.0.shelf.idle());
+                let lent = shelf.reserved().saturating_sub(idle);
+                let why = format!("the pool's budget is {} bytes, of which {lent} are lent", shelf.budget());
+                Err(Error::new(Kind::OutOfMemory { what: "pinned host memory", bytes: bytes as u64, why }))
+            }
+        }
+    }
+
+    /// Makes a block that was granted. Where the driver refuses, idle blocks go first.
+    fn make(&self, capacity: usize) -> Result<Pinned> {
+        let inner = &*self.0;
+        let made = loop {
+            match Pinned::make(&inner.context, capacity, inner.placement) {
+                Err(error) if error.is_out_of_memory() => {
+                    // The block that was refused is counted too.
+                    let limit = inner.shelf.reserved().saturating_sub(capacity as u64);
+                    let _ = inner.counts.limit.compare_exchange(0, limit.max(1), Ordering::Relaxed, Ordering::Relaxed);
+                    match inner.shelf.evict() {
+                        Some(block) => self.free(vec![block]),
+                        None => break Err(error),
+                    }
+                }
+                made => break made,
+            }
+        };
+        match &made {
+            Ok(_) => {
+                inner.counts.made.fetch_add(1, Ordering::Relaxed);
+                inner.counts.peak.fetch_max(inner.shelf.reserved(), Ordering::Relaxed);
+            }
+            Err(_) => inner.shelf.give_up(capacity),
+        }
+        made
+    }
+
+    fn free(&self, blocks: Vec<Pinned>) {
+        self.0.counts.freed.fetch_add(blocks.len() as u64, Ordering::Relaxed);
+        drop(blocks);
+    }
+
+    /// Makes `count` blocks for `bytes` bytes each, to lie ready; returns how many bytes of blocks there are. Fewer than asked
+    /// for where the budget or the driver has no room.
+    ///
+    /// # Errors
+    /// The pool is strict, and not all could be had.
+    pub fn reserve(&self, bytes: usize, count: usize) -> Result<u64> {
+        // All at once, or each would be the one before.
+        let mut blocks = Vec::new();
+        for _ in 0..count {
+            match self.try_acquire(bytes) {
+                Ok(block) => blocks.push(block),
+                Err(error) if self.0.strict => return Err(error),
+                Err(_) => break,
+            }
+        }
+        Ok(blocks.iter().map(|block| block.capacity() as u64).sum())
+    }
+
+    /// Gives idle blocks back to the driver until no more than `keep` idle bytes are left; returns how many bytes went. Each
+    /// may wait for the device.
+    pub fn trim(&self, keep: u64) -> u64 {
+        let mut freed = 0;
+        while self.0.shelf.idle() > keep {
+            let Some(block) = self.0.shelf.evict() else { break };
+            freed += block.capacity() as u64;
+            self.free(vec![block]);
+        }
+        freed
+    }
+
+    /// What the pool holds and has done.
+    pub fn stats(&self) -> PoolStats {
+        let (shelf, counts) = (&self.0.shelf, &self.0.counts);
+        let load = |count: &AtomicU64| count.load(Ordering::Relaxed);
+        PoolStats {
+            budget: shelf.budget(),
+            reserved: shelf.reserved(),
+            idle: shelf.idle(),
+            peak: load(&counts.peak),
+            acquired: load(&counts.acquired),
+            made: load(&counts.made),
+            freed: load(&counts.freed),
+            refused: load(&counts.refused),
+            pinned_limit: Some(load(&counts.limit)).filter(|&limit| limit > 0),
+        }
+    }
+
+    /// Whether a refusal is an error rather than a reason for pageable memory.
+    pub(crate) fn is_strict(&self) -> bool {
+        self.0.strict
+    }
+
+    fn give_back(&self, block: Pinned) {
+        let inner = &*self.0;
+        if Driver::get().is_err() {
+            // A forked child, or a driver that is gone: nothing can be freed, and a lock may never be.
+            std::mem::forget(block);
+            return;
+        }
+        if inner.shelf.idle().saturating_add(block.capacity() as u64) <= inner.keep_idle {
+            inner.shelf.put(block);
+            return;
+        }
+        // Freeing may wait for the whole device, and a drop must not.
+        let leaving = Box::new(Leaving { block: Some(block), pool: self.clone() });
+        free_later(&inner.context, inner.context.cuda().clone(), &inner.waiter, leaving, Vec::new());
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        while let Some(block) = self.shelf.evict() {
+            if Driver::get().is_err() {
+                std::mem::forget(block);
+                continue;
+            }
+            free_later(&self.context, self.context.cuda().clone(), &self.waiter, Box::new(block), Vec::new());
+        }
+    }
+}
+
+/// A block on its way back to the driver: counted until it is there.
+struct Leaving {
+    block: Option<Pinned>,
+    pool: PinnedPool,
+}
+
+impl Drop for Leaving {
+    fn drop(&mut self) {
+        if let Some(block) = self.block.take() {
+            let capacity = block.capacity();
+            self.pool.free(vec![block]);
+            self.pool.0.shelf.give_up(capacity);
+        }
+    }
+}
+
+impl Block for Pinned {
+    fn capacity(&self) -> usize {
+        self.bytes()
+    }
+}
+
+/// Page-locked memory, lent by a [`PinnedPool`] until it is dropped, on any thread.
+///
+/// It is the caller's alone: he who hands its address to a copy keeps the buffer until that has run.
+pub struct PinnedBuffer {
+    block: Option<Pinned>,
+    len: usize,
+    pool: PinnedPool,
+}
+
+impl PinnedBuffer {
+    /// The bytes that may be used; at least as many as the buffer's length.
+    pub fn capacity(&self) -> usize {
+        self.block.as_ref().map_or(0, Pinned::bytes)
+    }
+
+    /// The address at which the device sees it, if it does.
+    pub fn device_address(&self) -> Option<u64> {
+        self.block.as_ref().and_then(Pinned::device)
+    }
+
+    pub(crate) fn host(&self) -> NonNull<u8> {
+        self.block.as_ref().map_or(NonNull::dangling(), Pinned::host)
+    }
+}
+
+impl Deref for PinnedBuffer {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        self.block.as_ref().map_or(&[], |block| block.slice(self.len))
+    }
+}
+
+impl DerefMut for PinnedBuffer {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        let len = self.len;
+        self.block.as_mut().map_or(&mut [], |block| block.slice_mut(len))
+    }
+}
+
+impl fmt::Debug for PinnedBuffer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PinnedBuffer").field("len", &self.len).field("capacity", &self.capacity()).finish()
+    }
+}
+
+impl Drop for PinnedBuffer {
+    fn drop(&mut self) {
+        if let Some(block) = self.block.take() {
+            self.pool.give_back(block);
+        }
+    }
+}
