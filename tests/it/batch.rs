@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use transfer_tensor::cudarc::driver::{CudaContext, CudaSlice, sys};
+use transfer_tensor::cudarc::driver::{CudaContext, CudaSlice, CudaStream, sys};
 use transfer_tensor::{BatchReport, Device, Error, Rows, Strategy, TransferTensor};
 
 use crate::machines::{built, drain, on_with, pattern, unseen, xor_on_host};
@@ -16,6 +16,12 @@ const MIB: usize = 1 << 20;
 fn filled(gpu: &Gpu, bytes: usize, value: u8) -> CudaSlice<u8> {
     let slice = gpu.stream.clone_htod(&vec![value; bytes]).unwrap();
     gpu.stream.synchronize().unwrap();
+    slice
+}
+
+fn filled_on(stream: &Arc<CudaStream>, bytes: usize) -> CudaSlice<u8> {
+    let slice = stream.alloc_zeros(bytes).unwrap();
+    stream.synchronize().unwrap();
     slice
 }
 
@@ -374,6 +380,77 @@ fn sources_have_been_read_when_it_returns() {
     gate.open();
     assert!(on_host(&gpu, &target) == expected);
     drop(target);
+    drain(&gpu.device);
+    gpu.finish();
+}
+
+/// A buffer that the device has yet to read is nobody else's, in this batch and the next.
+#[test]
+fn buffers_go_back_when_the_device_is_done_with_them() {
+    let gpu = Gpu::any(H200);
+    let (first, second) = (pattern(MIB, 1), pattern(3 * MIB, 2));
+    let mut targets = [MIB, 3 * MIB, MIB].map(|bytes| filled(&gpu, bytes, 0));
+    let [a, b, c] = &mut targets;
+    let other = gpu.another_stream();
+    let upload = |stream, bytes: &[u8], target: &mut CudaSlice<u8>| {
+        let mut batch = gpu.device.batch(stream);
+        batch.upload(bytes, target).unwrap();
+        batch.run().unwrap();
+    };
+    let long = pattern(7 * MIB, 3);
+    let mut last = filled_on(&other, 7 * MIB);
+    // Warm: a buffer for each that will be in use.
+    let warm = [(); 4].map(|()| gpu.device.pool().acquire(2 * MIB).unwrap());
+    drop(warm);
+    upload(&gpu.stream, &first, a);
+    gpu.stream.memset_zeros(a).unwrap();
+    gpu.stream.synchronize().unwrap();
+    drain(&gpu.device);
+    let gate = gpu.gate(&gpu.stream);
+    upload(&gpu.stream, &first, a);
+    upload(&other, &second[..MIB], c);
+    // Four rounds through two buffers: the first two have to have passed.
+    let opener = gate.open_later();
+    let mut batch = gpu.device.batch(&gpu.stream);
+    batch.upload(&second, b).unwrap();
+    batch.upload(&long, &mut last).unwrap();
+    batch.run().unwrap();
+    assert!(opener.opened(), "a buffer was packed again before it was read");
+    assert!(on_host(&gpu, a) == first && on_host(&gpu, b) == second && on_host(&gpu, c) == second[..MIB]);
+    assert!(on_host(&gpu, &last) == long);
+    drop((targets, last, other));
+    drain(&gpu.device);
+    gpu.finish();
+}
+
+/// What cudarc orders by its own events, on other streams, comes after the batch, and the batch after that.
+#[test]
+fn what_cudarc_tracks_comes_after_the_batch() {
+    let gpu = Gpu::any(H200);
+    let other = gpu.another_stream();
+    let bytes = pattern(100 * KIB, 1);
+    let mut slice = filled(&gpu, 200 * KIB, 0);
+    let upload = |slice: &mut CudaSlice<u8>| {
+        let mut batch = gpu.device.batch(&gpu.stream);
+        batch.upload_parts(slice, apart(&bytes, KIB)).unwrap();
+        batch.run().unwrap();
+    };
+    upload(&mut slice);
+    gpu.stream.synchronize().unwrap();
+    drain(&gpu.device);
+    // A write before, on the other stream; a read behind it.
+    let mut copy = filled(&gpu, 200 * KIB, 1);
+    let gate = gpu.gate(&other);
+    other.memset_zeros(&mut slice).unwrap();
+    upload(&mut slice);
+    gate.open();
+    gpu.stream.synchronize().unwrap();
+    let gate = gpu.gate(&gpu.stream);
+    upload(&mut slice);
+    other.memcpy_dtod(&slice, &mut copy).unwrap();
+    gate.open();
+    assert!(on_host(&gpu, &copy) == expected(200 * KIB, 0, &apart(&bytes, KIB)));
+    drop((slice, copy, other));
     drain(&gpu.device);
     gpu.finish();
 }
