@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use transfer_tensor::cudarc::driver::{CudaContext, CudaSlice, CudaStream, sys};
-use transfer_tensor::{BatchReport, Device, Error, Rows, Strategy, TransferTensor};
+use transfer_tensor::{BatchReport, Device, Error, PoolOptions, Rows, Strategy, TransferTensor};
 
 use crate::machines::{built, drain, on_with, pattern, unseen, xor_on_host};
 use crate::support::{Gpu, H200, builder};
@@ -388,30 +388,32 @@ fn sources_have_been_read_when_it_returns() {
 #[test]
 fn buffers_go_back_when_the_device_is_done_with_them() {
     let gpu = Gpu::any(H200);
+    // A pool that keeps what comes back, and hands it out next.
+    let device = Device::builder(&gpu.stream).pool(PoolOptions::new()).build().unwrap();
     let (first, second) = (pattern(MIB, 1), pattern(3 * MIB, 2));
     let mut targets = [MIB, 3 * MIB, MIB].map(|bytes| filled(&gpu, bytes, 0));
     let [a, b, c] = &mut targets;
     let other = gpu.another_stream();
     let upload = |stream, bytes: &[u8], target: &mut CudaSlice<u8>| {
-        let mut batch = gpu.device.batch(stream);
+        let mut batch = device.batch(stream);
         batch.upload(bytes, target).unwrap();
         batch.run().unwrap();
     };
     let long = pattern(7 * MIB, 3);
     let mut last = filled_on(&other, 7 * MIB);
     // Warm: a buffer for each that will be in use.
-    let warm = [(); 4].map(|()| gpu.device.pool().acquire(2 * MIB).unwrap());
+    let warm = [(); 4].map(|()| device.pool().acquire(2 * MIB).unwrap());
     drop(warm);
     upload(&gpu.stream, &first, a);
     gpu.stream.memset_zeros(a).unwrap();
     gpu.stream.synchronize().unwrap();
-    drain(&gpu.device);
+    drain(&device);
     let gate = gpu.gate(&gpu.stream);
     upload(&gpu.stream, &first, a);
     upload(&other, &second[..MIB], c);
     // Four rounds through two buffers: the first two have to have passed.
     let opener = gate.open_later();
-    let mut batch = gpu.device.batch(&gpu.stream);
+    let mut batch = device.batch(&gpu.stream);
     batch.upload(&second, b).unwrap();
     batch.upload(&long, &mut last).unwrap();
     batch.run().unwrap();
@@ -419,6 +421,8 @@ fn buffers_go_back_when_the_device_is_done_with_them() {
     assert!(on_host(&gpu, a) == first && on_host(&gpu, b) == second && on_host(&gpu, c) == second[..MIB]);
     assert!(on_host(&gpu, &last) == long);
     drop((targets, last, other));
+    drain(&device);
+    drop(device);
     drain(&gpu.device);
     gpu.finish();
 }
