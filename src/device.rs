@@ -71,6 +71,7 @@ pub struct DeviceBuilder<'s> {
     stream: &'s Arc<CudaStream>,
     detector: Detector,
     pool: PoolOptions,
+    tuning: Option<Tuning>,
 }
 
 impl DeviceBuilder<'_> {
@@ -83,6 +84,12 @@ impl DeviceBuilder<'_> {
     /// The device's pool of page-locked memory.
     pub fn pool(mut self, pool: PoolOptions) -> Self {
         self.pool = pool;
+        self
+    }
+
+    /// What staged copies go by; if not said, built-in values.
+    pub fn tuning(mut self, tuning: Tuning) -> Self {
+        self.tuning = Some(tuning);
         self
     }
 
@@ -102,7 +109,7 @@ impl DeviceBuilder<'_> {
             node: platform.topology().numa_node,
         };
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let tuning = Tuning::built_in(platform.model(), cores);
+        let tuning = self.tuning.unwrap_or_else(|| Tuning::built_in(platform.model(), cores));
         let pool = PinnedPool::new(&context, &waiter, placement, memory.host_available, self.pool)?;
         let staging = Staging::new(&context, &pool);
         Ok(Device(Arc::new(Inner {
@@ -151,7 +158,7 @@ impl Device {
 
     /// Starts a handle with more said about it.
     pub fn builder(stream: &Arc<CudaStream>) -> DeviceBuilder<'_> {
-        DeviceBuilder { stream, detector: Detector::default(), pool: PoolOptions::default() }
+        DeviceBuilder { stream, detector: Detector::default(), pool: PoolOptions::default(), tuning: None }
     }
 
     /// The device with this ordinal: its primary context and default stream.

@@ -92,8 +92,8 @@ pub use platform::{Attributes, Capabilities, Detector, MemoryFigures, MemoryMode
 pub use pool::{PinnedBuffer, PinnedPool, PoolOptions, PoolStats, WhenFull};
 pub use rows::Rows;
 pub use tensor::{
-    DeviceMut, DeviceRef, DynTensor, HostMut, HostRef, SharedTensor, TensorOptions, TensorView, TensorViewMut,
-    Transfer, TransferTensor,
+    DeviceMemory, DeviceMut, DeviceRef, DynTensor, HostMut, HostRef, SharedTensor, TensorOptions, TensorView,
+    TensorViewMut, Transfer, TransferTensor,
 };
 
 /// The README's example compiles.

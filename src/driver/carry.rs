@@ -7,8 +7,14 @@ use crate::copy::pieces::Part;
 use crate::copy::{Sink, Source};
 use crate::device::Device;
 use crate::error::Result;
+use crate::platform::MemoryModel;
 
 impl Device {
+    /// Whether the copy engines reach ordinary memory themselves: then a detour through page-locked memory only costs.
+    pub(crate) fn copies_pageable(&self) -> bool {
+        self.platform().model() == MemoryModel::Coherent
+    }
+
     /// Brings a source's bytes to places on the device, in the order of `stream`; see [`Staging::up`].
     ///
     /// # Safety
@@ -50,7 +56,7 @@ impl Device {
     /// # Safety
     /// `source` is readable for `bytes` bytes during the call; as [`Staging::up`].
     pub(crate) unsafe fn copy_up(&self, target: u64, source: *const u8, bytes: usize, stream: &Stream) -> Result<()> {
-        if bytes < self.tuning().crossover_up {
+        if self.copies_pageable() {
             // SAFETY: the caller's; the wait ends the copy before the source can go.
             let submitted = unsafe { copy::host_to_device(target, source, bytes, stream) };
             return stream.synchronize().and(submitted);
@@ -68,7 +74,7 @@ impl Device {
     /// # Safety
     /// `target` is writable for `bytes` bytes, and nobody looks there during the call; as [`Staging::down`].
     pub(crate) unsafe fn copy_down(&self, target: *mut u8, source: u64, bytes: usize, stream: &Stream) -> Result<()> {
-        if bytes < self.tuning().crossover_down {
+        if self.copies_pageable() {
             // SAFETY: the caller's; the wait ends the copy before the target is looked at.
             let submitted = unsafe { copy::device_to_host(target, source, bytes, stream) };
             return stream.synchronize().and(submitted);

@@ -333,6 +333,31 @@ pub(crate) fn adopt_slice<T: Element>(context: &Context, slice: &mut CudaSlice<T
     ordered(context, stream, || slice.device_ptr_mut(stream.cuda()).0)
 }
 
+/// Has `work` read at the address of the caller's slice or view, on `stream`: after what cudarc knows to be writing there,
+/// and known to cudarc.
+pub(crate) fn read_address<T, S: DevicePtr<T>>(
+    context: &Context,
+    slice: &S,
+    stream: &Stream,
+    work: impl FnOnce(u64) -> Result<()>,
+) -> Result<()> {
+    let (address, noting) = ordered(context, stream, || slice.device_ptr(stream.cuda()))?;
+    let done = work(address);
+    ordered(context, stream, || drop(noting)).or_else(|_| stream.synchronize()).and(done)
+}
+
+/// As [`read_address`], for writing.
+pub(crate) fn write_address<T, S: DevicePtrMut<T>>(
+    context: &Context,
+    slice: &mut S,
+    stream: &Stream,
+    work: impl FnOnce(u64) -> Result<()>,
+) -> Result<()> {
+    let (address, noting) = ordered(context, stream, || slice.device_ptr_mut(stream.cuda()))?;
+    let done = work(address);
+    ordered(context, stream, || drop(noting)).or_else(|_| stream.synchronize()).and(done)
+}
+
 /// Lets cudarc order `stream`, or says why it did not: then the slice may still be in use. Nothing blocks for that.
 fn ordered<R>(context: &Context, stream: &Stream, order: impl FnOnce() -> R) -> Result<R> {
     context.unparked(stream.cuda().context(), "cuStreamWaitEvent", order)

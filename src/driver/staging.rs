@@ -25,9 +25,6 @@ use crate::os::{HUGE_PAGE, copy_past_caches};
 use crate::plan::Tuning;
 use crate::pool::{PinnedBuffer, PinnedPool};
 
-/// Up to this many bytes one thread and one piece on the caller's own stream do: waking others takes longer.
-const ONE_PIECE: usize = 512 << 10;
-
 /// Above this a result is written past the caches: it would not stay in them.
 const PAST_CACHES: usize = 1 << 20;
 
@@ -93,6 +90,15 @@ impl Staging {
         }
     }
 
+    /// Gives the slots that nothing uses back to the pool; for when memory is short.
+    pub(crate) fn release(&self) {
+        let mut slots = self.slots.lock();
+        let idle = slots.iter().take_while(|slot| slot.idle()).count();
+        let released: Vec<_> = slots.drain(..idle).collect();
+        drop(slots);
+        drop(released);
+    }
+
     fn give(&self, slots: impl IntoIterator<Item = Slot>) {
         self.slots.lock().extend(slots);
     }
@@ -114,7 +120,8 @@ impl Staging {
         stream: &Stream,
     ) -> Result<()> {
         let bytes = parts.last().map_or(0, |part| part.source.end);
-        if bytes <= ONE_PIECE.min(STAGED_PIECE)
+        // Waking others takes longer.
+        if bytes <= tuning.crossover_up.min(STAGED_PIECE)
             && let Some(slot) = self.slot(2 * tuning.threads)
         {
             // SAFETY: the caller's.
@@ -182,7 +189,7 @@ impl Staging {
         tuning: &Tuning,
         stream: &Stream,
     ) -> Result<()> {
-        if bytes <= ONE_PIECE.min(STAGED_PIECE)
+        if bytes <= tuning.crossover_down.min(STAGED_PIECE)
             && let Some(slot) = self.slot(2 * tuning.threads)
         {
             // SAFETY: the caller's.

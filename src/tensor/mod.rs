@@ -8,6 +8,7 @@ mod hints;
 mod host_guard;
 mod options;
 mod region;
+mod slices;
 mod store;
 mod track;
 mod transfer;
@@ -24,6 +25,7 @@ pub use device_guard::{DeviceMut, DeviceRef};
 pub use dynamic::DynTensor;
 pub use host_guard::{HostMut, HostRef};
 pub use options::TensorOptions;
+pub use slices::DeviceMemory;
 pub use transfer::Transfer;
 pub use view::{SharedTensor, TensorView, TensorViewMut};
 

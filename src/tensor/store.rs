@@ -183,7 +183,7 @@ impl Store {
         let stream = device.context().copy_stream(Way::Down)?;
         source.order(&stream, part, false)?;
         let (from, to) = (source.device()? + part.start as u64, target.host()?);
-        if target.is_pinned() {
+        if target.is_pinned() || device.copies_pageable() {
             target.order(&stream, part, true)?;
             let (read, write) = (source.open(&stream, part, false), target.open(&stream, part, true));
             // SAFETY: both ends are inside their regions, which track the copy and outlive it.
@@ -286,7 +286,7 @@ impl Store {
         // SAFETY: the part lies inside the region.
         let from = unsafe { from.as_ptr().add(part.start) };
         let write = target.open(stream, part, true);
-        if source.is_pinned() {
+        if source.is_pinned() || device.copies_pageable() {
             source.order(stream, part, false)?;
             let read = source.open(stream, part, false);
             // SAFETY: both ends are inside their regions, which track the copy and outlive it.
@@ -333,8 +333,10 @@ fn io_coherent(device: &Device) -> bool {
     device.platform().capabilities().io_coherent
 }
 
-/// Memory that was dropped may still be waiting to be freed: after an out-of-memory, wait for that and try once more.
+/// Memory that was dropped may still be waiting to be freed, and staging slots lie idle: after an out-of-memory, wait for the
+/// one, give up the other, and try once more.
 pub(crate) fn retry_after_drain<R>(device: &Device, error: Error, again: impl FnOnce() -> Result<R>) -> Result<R> {
+    device.staging().release();
     if error.is_out_of_memory() && device.drain(Duration::from_secs(2)).is_ok() { again() } else { Err(error) }
 }
 

@@ -14,6 +14,7 @@ mod machines;
 mod ordering;
 mod registration;
 mod shapes;
+mod slices;
 mod soundness;
 mod support;
 mod tensor;

@@ -1,0 +1,156 @@
+//! One-shot copies between cudarc slices and ordinary memory.
+
+use std::sync::Arc;
+
+use proptest::prelude::*;
+use transfer_tensor::cudarc::driver::{CudaSlice, DeviceSlice};
+
+use crate::support::{GH200, Gpu, H200, SPARK};
+
+const MIB: usize = 1 << 20;
+
+fn pattern(len: usize, seed: usize) -> Vec<u8> {
+    (0..len).map(|i| (i.wrapping_mul(0x9e37_79b9) >> 13) as u8 ^ seed as u8).collect()
+}
+
+#[test]
+fn bytes_arrive_at_every_size_and_address() {
+    for profile in [H200, GH200, SPARK] {
+        let gpu = Gpu::any(profile);
+        let sizes = [1, 4095, 4096, (256 << 10) - 1, 256 << 10, (256 << 10) + 1, 4 * MIB, 4 * MIB + 1, 23 * MIB + 5];
+        for len in sizes {
+            for offset in [0, 1, 3, 63] {
+                let source = pattern(len + offset, offset);
+                let slice: CudaSlice<u8> = gpu.device.upload_new(&gpu.stream, &source[offset..]).unwrap();
+                let mut target = vec![0xeeu8; len + offset + 7];
+                gpu.device.download(&gpu.stream, &slice, &mut target[offset..]).unwrap();
+                assert!(target[offset..offset + len] == source[offset..], "{profile}: {len} at {offset}");
+                assert!(target[..offset].iter().chain(&target[offset + len..]).all(|&byte| byte == 0xee));
+                assert!(gpu.device.download_vec(&gpu.stream, &slice).unwrap() == source[offset..]);
+            }
+        }
+        gpu.finish();
+    }
+}
+
+/// R86's neighbours: source and target share a huge page, and the copy is between two of its parts.
+#[test]
+fn source_and_target_may_lie_in_one_huge_page() {
+    let gpu = Gpu::any(H200);
+    let mut both = pattern(2 * MIB, 1);
+    let (source, target) = both.split_at_mut(MIB);
+    let slice = gpu.device.upload_new(&gpu.stream, source).unwrap();
+    gpu.device.download(&gpu.stream, &slice, target).unwrap();
+    assert!(source == target);
+    drop(slice);
+    gpu.finish();
+}
+
+#[test]
+fn refusals_name_the_values() {
+    let gpu = Gpu::any(H200);
+    let mut short: CudaSlice<u32> = gpu.device.upload_new(&gpu.stream, &[1u32, 2]).unwrap();
+    let error = gpu.device.upload(&gpu.stream, &[1u32, 2, 3], &mut short).unwrap_err();
+    assert!(error.is_invalid_input() && error.to_string().contains("0..3"), "{error}");
+    let error = gpu.device.download(&gpu.stream, &short, &mut [0u32]).unwrap_err();
+    assert!(error.is_invalid_input(), "{error}");
+    let mut values = [7u32; 3];
+    gpu.device.download(&gpu.stream, &short.slice(1..), &mut values).unwrap();
+    assert_eq!(values, [2, 7, 7]);
+    // Nothing is a valid copy, but no slice of the driver's.
+    gpu.device.upload(&gpu.stream, &[0u32; 0], &mut short).unwrap();
+    gpu.device.download(&gpu.stream, &short.slice(2..), &mut []).unwrap();
+    assert!(gpu.device.upload_new(&gpu.stream, &[0u32; 0]).unwrap_err().is_unsupported());
+    drop(short);
+    gpu.finish();
+}
+
+#[test]
+fn a_bool_is_looked_at_before_it_is_handed_out() {
+    let gpu = Gpu::any(H200);
+    let bytes: CudaSlice<u8> = gpu.device.upload_new(&gpu.stream, &[0u8, 1, 2]).unwrap();
+    {
+        // SAFETY: as long and aligned; what the bytes are is what the test is about.
+        let flags = unsafe { bytes.transmute::<bool>(3).unwrap() };
+        let error = gpu.device.download_vec(&gpu.stream, &flags).unwrap_err();
+        assert!(error.to_string().contains("element 2"), "{error}");
+        let mut target = [true; 3];
+        gpu.device.download(&gpu.stream, &flags, &mut target).unwrap_err();
+        assert_eq!(target, [true; 3]);
+        let two = flags.slice(..2);
+        assert_eq!(gpu.device.download_vec(&gpu.stream, &two).unwrap(), [false, true]);
+    }
+    drop(bytes);
+    gpu.finish();
+}
+
+/// On Grace the copy engine reads ordinary memory itself: nothing passes through pinned memory.
+#[test]
+fn a_coherent_link_needs_no_detour() {
+    let Some(gpu) = Gpu::simulated(GH200) else { return };
+    let pinned = gpu.device.pool().stats().made;
+    let source = pattern(40 * MIB, 3);
+    let slice = gpu.device.upload_new(&gpu.stream, &source).unwrap();
+    assert!(gpu.device.download_vec(&gpu.stream, &slice).unwrap() == source);
+    assert_eq!(gpu.device.pool().stats().made, pinned);
+    drop(slice);
+    gpu.finish();
+}
+
+/// Several callers at once, each with its own bytes; and uploads do not wait for the copies of those before.
+#[test]
+fn callers_do_not_disturb_each_other() {
+    let gpu = Gpu::any(H200);
+    std::thread::scope(|scope| {
+        for seed in 0..4 {
+            let gpu = &gpu;
+            scope.spawn(move || {
+                let stream = gpu.another_stream();
+                for round in 0..3 {
+                    let source = pattern(9 * MIB + seed * 1000 + round, seed * 16 + round);
+                    let mut slice = gpu.device.upload_new(&stream, &source).unwrap();
+                    let other = pattern(source.len(), 77);
+                    gpu.device.upload(&stream, &other, &mut slice).unwrap();
+                    gpu.device.upload(&stream, &source, &mut slice).unwrap();
+                    assert!(gpu.device.download_vec(&stream, &slice).unwrap() == source);
+                }
+            });
+        }
+    });
+    gpu.finish();
+}
+
+/// What follows on the stream comes after the pieces, whichever lanes they took.
+#[test]
+fn the_stream_goes_on_when_all_has_arrived() {
+    let gpu = Gpu::any(H200);
+    let kernels = gpu.kernels();
+    let source = pattern(16 * MIB + 3, 5);
+    let mut slice = gpu.device.upload_new(&gpu.stream, &source).unwrap();
+    for round in 0..4 {
+        let source = pattern(source.len(), round);
+        gpu.device.upload(&gpu.stream, &source, &mut slice).unwrap();
+        let mut tensor = gpu.on_device(&vec![0; source.len()]);
+        let from = gpu.device.tensor().from_shared_cuda_slice(Arc::new(slice), [source.len()]).unwrap();
+        kernels.copy(&gpu.stream, &mut tensor.device_mut(&gpu.stream).unwrap(), &from.device(&gpu.stream).unwrap());
+        assert!(*tensor.host().unwrap() == *source);
+        drop(from);
+        slice = gpu.device.upload_new(&gpu.stream, &source).unwrap();
+    }
+    drop((slice, kernels));
+    gpu.finish();
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(12))]
+
+    #[test]
+    fn any_part_of_any_vec_travels(len in 1usize..3_000_000, from in 0usize..64, seed in 0usize..256) {
+        let gpu = Gpu::any(H200);
+        let source = pattern(len + from, seed);
+        let slice = gpu.device.upload_new(&gpu.stream, &source[from..]).unwrap();
+        prop_assert!(gpu.device.download_vec(&gpu.stream, &slice).unwrap() == source[from..]);
+        drop(slice);
+        gpu.finish();
+    }
+}
