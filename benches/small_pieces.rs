@@ -258,7 +258,7 @@ fn rows(bench: &Bench, case: &str, elements: usize, source: &[f32], how: &Rows) 
     let up = bench.row(
         &format!("{case} up"),
         bytes,
-        || bench.device.upload_rows(source, how, &mut ours, stream).expect("rows"),
+        || bench.device.upload_rows(stream, source, how, &mut ours).expect("rows"),
         // SAFETY: both ends are that long.
         || unsafe { check(sys::cuMemcpyHtoD_v2(raw, block.as_ptr().cast(), bytes)) },
         || stream.memcpy_htod(&block, &mut other).expect("an upload"),
@@ -267,7 +267,7 @@ fn rows(bench: &Bench, case: &str, elements: usize, source: &[f32], how: &Rows) 
     let down = bench.row(
         &format!("{case} down"),
         bytes,
-        || bench.device.download_rows(&ours, how, &mut back, stream).expect("rows"),
+        || bench.device.download_rows(stream, &ours, how, &mut back).expect("rows"),
         // SAFETY: both ends are that long.
         || unsafe { check(sys::cuMemcpyDtoH_v2(block.as_mut_ptr().cast(), raw, bytes)) },
         || stream.memcpy_dtoh(&other, &mut second).expect("a download"),
@@ -286,7 +286,7 @@ fn device_column(bench: &Bench, elements: usize) -> Result<Row, Failure> {
     Ok(bench.row(
         "device column down",
         elements * 4,
-        || bench.device.download_rows(&device, &how, &mut ours, stream).expect("rows"),
+        || bench.device.download_rows(stream, &device, &how, &mut ours).expect("rows"),
         // SAFETY: both ends are that long.
         || unsafe { check(sys::cuMemcpyDtoH_v2(block.as_mut_ptr().cast(), raw, elements * 4)) },
         || stream.memcpy_dtoh(&device.slice(..elements), &mut peer).expect("a download"),

@@ -12,6 +12,7 @@ use crate::device::Device;
 use crate::driver::pieces::{DeviceEnd, HostTarget, Work};
 use crate::element::{Element, bytes_of};
 use crate::error::{Error, Kind, Result};
+use crate::tensor::DeviceMemory;
 
 /// Many pieces between host and device memory, brought over together by [`run`](Batch::run); from [`Device::batch`].
 ///
@@ -83,7 +84,11 @@ impl<'a> Batch<'a> {
     ///
     /// # Errors
     /// The lengths differ, or the target is on another context; the batch is as before.
-    pub fn upload<T: Element, D: DevicePtrMut<T>>(&mut self, source: &'a [T], target: &'a mut D) -> Result<&mut Self> {
+    pub fn upload<T: Element, D: DevicePtrMut<T> + DeviceMemory>(
+        &mut self,
+        source: &'a [T],
+        target: &'a mut D,
+    ) -> Result<&mut Self> {
         check_length(target.len(), source.len())?;
         self.upload_parts(target, [(0, source)])
     }
@@ -92,7 +97,11 @@ impl<'a> Batch<'a> {
     ///
     /// # Errors
     /// As [`upload`](Self::upload).
-    pub fn download<T: Element, D: DevicePtr<T>>(&mut self, source: &'a D, target: &'a mut [T]) -> Result<&mut Self> {
+    pub fn download<T: Element, D: DevicePtr<T> + DeviceMemory>(
+        &mut self,
+        source: &'a D,
+        target: &'a mut [T],
+    ) -> Result<&mut Self> {
         check_length(source.len(), target.len())?;
         self.download_parts(source, [(0, target)])
     }
@@ -103,7 +112,7 @@ impl<'a> Batch<'a> {
     /// # Errors
     /// A piece does not lie within the target, or that is on another context; the batch is as before. Pieces that overlap are
     /// an error of [`run`](Self::run).
-    pub fn upload_parts<T: Element, D: DevicePtrMut<T>>(
+    pub fn upload_parts<T: Element, D: DevicePtrMut<T> + DeviceMemory>(
         &mut self,
         target: &'a mut D,
         parts: impl IntoIterator<Item = (usize, &'a [T])>,
@@ -129,7 +138,7 @@ impl<'a> Batch<'a> {
     ///
     /// # Errors
     /// As [`upload_parts`](Self::upload_parts).
-    pub fn download_parts<T: Element, D: DevicePtr<T>>(
+    pub fn download_parts<T: Element, D: DevicePtr<T> + DeviceMemory>(
         &mut self,
         source: &'a D,
         parts: impl IntoIterator<Item = (usize, &'a mut [T])>,

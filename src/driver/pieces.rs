@@ -18,6 +18,7 @@ use crate::copy::{STAGED_PIECE, Sink, Source};
 use crate::device::Device;
 use crate::element::{Element, validate};
 use crate::error::{Error, Kind, Result};
+use crate::tensor::DeviceMemory;
 
 /// A block of device memory at least this long is staged by several threads, whatever pieces it comes from.
 const LONG: usize = 4 * ROUND;
@@ -59,12 +60,12 @@ unsafe fn to_read<'a, T: 'a, D: DevicePtr<T> + 'a>(
 }
 
 impl<'a> DeviceEnd<'a> {
-    pub(crate) fn written<T: Element, D: DevicePtrMut<T>>(target: &'a mut D) -> Self {
+    pub(crate) fn written<T: Element, D: DevicePtrMut<T> + DeviceMemory>(target: &'a mut D) -> Self {
         let bytes = target.num_bytes();
         Self { object: NonNull::from(target).cast(), ask: to_write::<T, D>, bytes, _borrow: PhantomData }
     }
 
-    pub(crate) fn read<T: Element, D: DevicePtr<T>>(source: &'a D) -> Self {
+    pub(crate) fn read<T: Element, D: DevicePtr<T> + DeviceMemory>(source: &'a D) -> Self {
         let bytes = source.num_bytes();
         Self { object: NonNull::from(source).cast(), ask: to_read::<T, D>, bytes, _borrow: PhantomData }
     }

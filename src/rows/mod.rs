@@ -12,6 +12,7 @@ use crate::driver::pieces::{DeviceEnd, HostTarget};
 use crate::driver::rows::{download, upload};
 use crate::element::{Element, bytes_of};
 use crate::error::{Error, Kind, Result};
+use crate::tensor::DeviceMemory;
 use geometry::Geometry;
 
 /// A block of rows, for [`Device::upload_rows`] and [`Device::download_rows`]. All lengths are in elements.
@@ -97,16 +98,16 @@ impl Device {
     /// let device = Device::new(&stream)?;
     /// let matrix = [1, 2, 3, 4, 5, 6]; // [2, 3]
     /// let mut transposed = stream.alloc_zeros::<i32>(6)?;
-    /// device.upload_rows(&matrix, &Rows::new(3, 2).host_pitch(1).host_step(3), &mut transposed, &stream)?;
+    /// device.upload_rows(&stream, &matrix, &Rows::new(3, 2).host_pitch(1).host_step(3), &mut transposed)?;
     /// assert_eq!(stream.clone_dtoh(&transposed)?, [1, 4, 2, 5, 3, 6]);
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
-    pub fn upload_rows<'a, T: Element, D: DevicePtrMut<T>>(
+    pub fn upload_rows<'a, T: Element, D: DevicePtrMut<T> + DeviceMemory>(
         &'a self,
+        stream: &'a Arc<CudaStream>,
         source: &'a [T],
         rows: &Rows,
         target: &'a mut D,
-        stream: &'a Arc<CudaStream>,
     ) -> Result<()> {
         self.check_context([stream, target.stream()])?;
         let geometry = rows.geometry::<T>(source.len(), target.len())?;
@@ -123,12 +124,12 @@ impl Device {
     /// # Errors
     /// As [`upload_rows`](Self::upload_rows); rows overlap on the host; the device holds something
     /// that is no `bool`. The target may be partly written.
-    pub fn download_rows<'a, T: Element, D: DevicePtr<T>>(
+    pub fn download_rows<'a, T: Element, D: DevicePtr<T> + DeviceMemory>(
         &'a self,
+        stream: &'a Arc<CudaStream>,
         source: &'a D,
         rows: &Rows,
         target: &'a mut [T],
-        stream: &'a Arc<CudaStream>,
     ) -> Result<()> {
         self.check_context([stream, source.stream()])?;
         let geometry = rows.geometry::<T>(target.len(), source.len())?;

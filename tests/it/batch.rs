@@ -338,7 +338,7 @@ fn a_stream_that_is_captured_or_of_another_context_is_refused() {
         let mut batch = gpu.device.batch(&gpu.stream);
         batch.upload(&bytes, &mut slice).unwrap();
         assert!(batch.run().unwrap_err().is_capturing());
-        assert!(gpu.device.upload_rows(&bytes, &rows, &mut slice, &gpu.stream).unwrap_err().is_capturing());
+        assert!(gpu.device.upload_rows(&gpu.stream, &bytes, &rows, &mut slice).unwrap_err().is_capturing());
         sys::cuStreamEndCapture(gpu.stream.cu_stream(), &raw mut graph).result().unwrap();
         sys::cuGraphGetNodes(graph, std::ptr::null_mut(), &raw mut nodes).result().unwrap();
         sys::cuGraphDestroy(graph).result().unwrap();
@@ -349,8 +349,8 @@ fn a_stream_that_is_captured_or_of_another_context_is_refused() {
         let wrong = |result: Result<(), Error>| assert!(result.unwrap_err().is_invalid_input());
         wrong(other.device.batch(&gpu.stream).run().map(drop));
         wrong(other.device.batch(&other.stream).upload(&bytes, &mut slice).map(drop));
-        wrong(other.device.upload_rows(&bytes, &rows, &mut slice, &other.stream));
-        wrong(other.device.download_rows(&slice, &rows, &mut [0u8; 10], &gpu.stream));
+        wrong(other.device.upload_rows(&other.stream, &bytes, &rows, &mut slice));
+        wrong(other.device.download_rows(&gpu.stream, &slice, &rows, &mut [0u8; 10]));
         other.finish();
     }
     drop(slice);
@@ -524,7 +524,7 @@ fn without_pinned_memory_batches_and_rows_are_right() {
         assert!(back == bytes);
         back.fill(0);
         gpu.device
-            .download_rows(&target, &Rows::new(9 * KIB, KIB / 2).device_pitch(KIB), &mut back, &gpu.stream)
+            .download_rows(&gpu.stream, &target, &Rows::new(9 * KIB, KIB / 2).device_pitch(KIB), &mut back)
             .unwrap();
         assert!(back.chunks(KIB / 2).zip(bytes.chunks(KIB)).all(|(row, all)| row == &all[..KIB / 2]));
         drop(target);
@@ -543,12 +543,12 @@ fn strided_shapes_have_the_right_values() {
     let values: Vec<f32> = (0..2 * LONG).map(|i| i as f32).collect();
     let mut target = stream.alloc_zeros::<f32>(LONG).unwrap();
     let mut upload = |source: &[f32], rows: Rows, expected: &dyn Fn(usize) -> f32| {
-        gpu.device.upload_rows(source, &rows, &mut target, stream).unwrap();
+        gpu.device.upload_rows(stream, source, &rows, &mut target).unwrap();
         let got = stream.clone_dtoh(&target).unwrap();
         assert!(got.iter().enumerate().all(|(i, &value)| value == expected(i)), "{rows:?}");
         // And back to the same places.
         let mut back = vec![-1f32; source.len()];
-        gpu.device.download_rows(&target, &rows, &mut back, stream).unwrap();
+        gpu.device.download_rows(stream, &target, &rows, &mut back).unwrap();
         assert_eq!(back.iter().filter(|&&value| value >= 0.0).count(), LONG, "{rows:?}");
         assert!(back.iter().zip(source).all(|(&got, &sent)| got < 0.0 || got == sent), "{rows:?}");
     };
@@ -558,7 +558,7 @@ fn strided_shapes_have_the_right_values() {
     upload(&values[LONG..], Rows::new(1, LONG), &|i| (LONG + i) as f32);
     upload(&values[7..], Rows::new(LONG / 16, 16).host_pitch(32), &|i| (7 + i / 16 * 32 + i % 16) as f32);
     // One row, many times.
-    gpu.device.upload_rows(&values[..N], &Rows::new(N, N).host_pitch(0), &mut target, stream).unwrap();
+    gpu.device.upload_rows(stream, &values[..N], &Rows::new(N, N).host_pitch(0), &mut target).unwrap();
     let got = stream.clone_dtoh(&target).unwrap();
     assert!(got.iter().enumerate().all(|(i, &value)| value == (i % N) as f32));
     drop(target);
@@ -578,14 +578,14 @@ fn rows_apart_on_the_device_go_the_way_that_is_fast() {
         let mut target = filled(&gpu, total, 9);
         let how = Rows::new(rows, width).host_pitch(width + 1).device_pitch(pitch);
         let before = count("cuMemcpy2DAsync");
-        gpu.device.upload_rows(&bytes, &how, &mut target, &gpu.stream).unwrap();
+        gpu.device.upload_rows(&gpu.stream, &bytes, &how, &mut target).unwrap();
         let mut expected = vec![9; total];
         for (row, target) in bytes.chunks(width + 1).zip(expected.chunks_mut(pitch)) {
             target[..width].copy_from_slice(&row[..width]);
         }
         assert!(on_host(&gpu, &target) == expected, "{how:?}");
         let mut back = vec![3; bytes.len()];
-        gpu.device.download_rows(&target, &how, &mut back, &gpu.stream).unwrap();
+        gpu.device.download_rows(&gpu.stream, &target, &how, &mut back).unwrap();
         for (row, sent) in back.chunks(width + 1).zip(bytes.chunks(width + 1)) {
             assert!(row[..width] == sent[..width] && row[width] == 3, "{how:?}");
         }
@@ -599,13 +599,13 @@ fn rows_apart_on_the_device_go_the_way_that_is_fast() {
     let mut target = gpu.stream.clone_htod(&values).unwrap();
     let mut column = vec![0; 10_000];
     gpu.device
-        .download_rows(&target.slice(7..), &Rows::new(10_000, 1).device_pitch(8), &mut column, &gpu.stream)
+        .download_rows(&gpu.stream, &target.slice(7..), &Rows::new(10_000, 1).device_pitch(8), &mut column)
         .unwrap();
     assert!(column.iter().enumerate().all(|(i, &value)| value as usize == 8 * i + 7));
     let far = Rows::new(8_000, 1).device_pitch(10);
-    let error = gpu.device.download_rows(&target, &far, &mut column, &gpu.stream).unwrap_err();
+    let error = gpu.device.download_rows(&gpu.stream, &target, &far, &mut column).unwrap_err();
     assert!(error.is_non_contiguous() && error.to_string().contains("[8000, 1] with strides [10, 1]"), "{error}");
-    let error = gpu.device.upload_rows(&column, &far, &mut target, &gpu.stream).unwrap_err();
+    let error = gpu.device.upload_rows(&gpu.stream, &column, &far, &mut target).unwrap_err();
     assert!(error.is_non_contiguous(), "{error}");
     drop(target);
     drain(&gpu.device);
@@ -621,10 +621,10 @@ fn wide_rows_in_pinned_memory_are_copied_where_they_are() {
     let mut host = pinned.host_mut().unwrap();
     let rows = Rows::new(1000, 600).host_pitch(1000).device_pitch(800);
     let opener = gpu.gate(&gpu.stream).open_later();
-    gpu.device.upload_rows(&host, &rows, &mut target, &gpu.stream).unwrap();
+    gpu.device.upload_rows(&gpu.stream, &host, &rows, &mut target).unwrap();
     assert!(opener.opened(), "it is still being read");
     host.fill(0);
-    gpu.device.download_rows(&target, &rows, &mut host, &gpu.stream).unwrap();
+    gpu.device.download_rows(&gpu.stream, &target, &rows, &mut host).unwrap();
     for (got, sent) in host.chunks(1000).zip(bytes.chunks(1000)).take(1000) {
         assert!(got[..600] == sent[..600] && got[600..] == [0; 400]);
     }
@@ -645,8 +645,8 @@ fn what_is_wrong_with_rows_is_said() {
     let mut host = [0u8; 50];
     let mut refuse = |rows: Rows, down: bool, words: &str| {
         let result = match down {
-            false => gpu.device.upload_rows(&host, &rows, &mut target, &gpu.stream),
-            true => gpu.device.download_rows(&target, &rows, &mut host, &gpu.stream),
+            false => gpu.device.upload_rows(&gpu.stream, &host, &rows, &mut target),
+            true => gpu.device.download_rows(&gpu.stream, &target, &rows, &mut host),
         };
         let error = result.expect_err(words);
         assert!(error.is_invalid_input() && error.to_string().contains(words), "{error}");
@@ -660,8 +660,8 @@ fn what_is_wrong_with_rows_is_said() {
     refuse(Rows::new(3, 10).host_pitch(usize::MAX), true, "overflow");
     let calls = gpu.sim.as_ref().map_or(0, |sim| sim.calls().len());
     for rows in [Rows::new(0, 10), Rows::new(10, 0), Rows::new(0, 0)] {
-        gpu.device.upload_rows(&host, &rows, &mut target, &gpu.stream).unwrap();
-        gpu.device.download_rows(&target, &rows, &mut host, &gpu.stream).unwrap();
+        gpu.device.upload_rows(&gpu.stream, &host, &rows, &mut target).unwrap();
+        gpu.device.download_rows(&gpu.stream, &target, &rows, &mut host).unwrap();
     }
     assert_eq!(gpu.sim.as_ref().map_or(0, |sim| sim.calls().len()), calls, "nothing to do");
     drop(target);
@@ -703,8 +703,8 @@ impl Ends {
         batch.run()?;
         assert!(small == self.small && long == self.long, "wrong bytes");
         let rows = Rows::new(3000, 600).device_pitch(1000);
-        gpu.device.upload_rows(&self.small, &rows, b, stream)?;
-        gpu.device.download_rows(b, &rows, &mut long, stream)?;
+        gpu.device.upload_rows(stream, &self.small, &rows, b)?;
+        gpu.device.download_rows(stream, b, &rows, &mut long)?;
         assert!(long[..1_800_000] == small[..1_800_000], "wrong rows");
         Ok(())
     }
