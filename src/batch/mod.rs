@@ -19,7 +19,8 @@ use crate::tensor::DeviceMemory;
 /// A copy of a few KiB costs the driver as much as one of 100 KiB. So pieces from and to ordinary memory are packed through
 /// page-locked buffers (two of 2 MiB, whatever the size of the batch), pieces that are neighbours on the device become one
 /// copy, and what lies apart there goes in one call where the driver has it (`cuMemcpyBatchAsync`, CUDA 12.8); since that
-/// refuses default streams, one of the crate's own does it in their place, ordered before and after. Pieces of 64 KiB and more that lie in page-locked memory are copied from where they are.
+/// refuses default streams, one of the crate's own does it in their place, ordered before and after. Pieces of 64 KiB and more are copied from where they are if that is page-locked memory, or the device
+/// reads ordinary memory itself (Grace).
 ///
 /// All memory is borrowed until the batch has run; a batch that is dropped instead did nothing. Pieces of 0 bytes and empty
 /// batches are fine, and make no driver call.
@@ -41,8 +42,9 @@ use crate::tensor::DeviceMemory;
 /// assert_eq!((report.pieces, report.bytes), (2, 120));
 ///
 /// let mut back = [0.0f32; 5];
+/// let view = cache.slice(700..705);
 /// let mut batch = device.batch(&stream);
-/// batch.download(&cache.slice(700..705), &mut back)?;
+/// batch.download(&view, &mut back)?;
 /// batch.run()?;
 /// assert_eq!(back, [2.0; 5]);
 /// # Ok::<(), Box<dyn std::error::Error>>(())

@@ -113,6 +113,10 @@ impl Copies {
         self.bytes.clear();
     }
 
+    pub(crate) fn is_empty(&self) -> bool {
+        self.bytes.is_empty()
+    }
+
     pub(crate) fn push(&mut self, device: u64, host: *const u8, bytes: usize) {
         self.device.push(device);
         self.host.push(host as u64);

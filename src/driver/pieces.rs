@@ -349,7 +349,7 @@ impl Sink for Packed<'_, HostTarget<'_>> {
 impl Transfer<'_> {
     fn up(&mut self, pieces: &[(At, &[u8])], mut sorted: Vec<Placed>) -> Result<()> {
         let host = |placed: &Placed| pieces.get(placed.index).map(|(_, source)| source.as_ptr());
-        let direct = self.direct(Way::Up, take_direct(&mut sorted, host))?;
+        let direct = self.direct(Way::Up, &mut sorted, host)?;
         let layout = Layout::new(&sorted, one_allocation());
         let packed = |start| Packed { layout: &layout, sorted: &sorted, pieces, start };
         for part in self.parts(&layout) {
@@ -379,7 +379,7 @@ impl Transfer<'_> {
             let target = pieces.get(placed.index).map(|(_, target)| target).filter(|target| target.takes_anything());
             target.map(|target| target.start().as_ptr().cast_const())
         };
-        let direct = self.direct(Way::Down, take_direct(&mut sorted, host))?;
+        let direct = self.direct(Way::Down, &mut sorted, host)?;
         let layout = Layout::new(&sorted, one_allocation());
         let packed = |start| Packed { layout: &layout, sorted: &sorted, pieces, start };
         for part in self.parts(&layout) {
@@ -404,14 +404,26 @@ impl Transfer<'_> {
         direct.map_or(Ok(()), |event| event.wait())
     }
 
-    /// Submits pieces that lie in page-locked memory; the event that says they are done.
-    fn direct(&mut self, way: Way, pieces: Vec<(Placed, *const u8)>) -> Result<Option<Event>> {
-        if pieces.is_empty() {
+    /// Takes long pieces out that lie in page-locked memory (any memory, across a coherent link) and submits them; the event that
+    /// says they are done. `host` gives a piece's host memory if it may be used as it is.
+    fn direct(
+        &mut self,
+        way: Way,
+        sorted: &mut Vec<Placed>,
+        host: impl Fn(&Placed) -> Option<*const u8>,
+    ) -> Result<Option<Event>> {
+        let tuning = self.device.tuning();
+        let crossover = if way == Way::Up { tuning.crossover_up } else { tuning.crossover_down };
+        let any = crossover == usize::MAX;
+        let mut copies = Copies::new(!any);
+        sorted.retain(|placed| {
+            let host = if placed.bytes >= DIRECT { host(placed) } else { None };
+            let taken = host.filter(|&host| any || is_pinned(host, placed.bytes));
+            taken.into_iter().for_each(|host| copies.push(placed.address, host, placed.bytes));
+            taken.is_none()
+        });
+        if copies.is_empty() {
             return Ok(None);
-        }
-        let mut copies = Copies::new(true);
-        for (placed, host) in pieces {
-            copies.push(placed.address, host, placed.bytes);
         }
         let context = self.device.context();
         // SAFETY: each piece is borrowed on both sides, those that are written exclusively, and waited for: by the event, or
@@ -450,17 +462,4 @@ fn gather(copies: &mut Copies, layout: &Layout, round: Range<usize>, packed: Non
     for copy in layout.copies(round) {
         copies.push(copy.address, packed.as_ptr().wrapping_add(copy.offset), copy.bytes);
     }
-}
-
-/// Takes those out that are long and lie in page-locked memory, with where that is. `host` gives a piece's host memory if it
-/// may be used as it is.
-fn take_direct(sorted: &mut Vec<Placed>, host: impl Fn(&Placed) -> Option<*const u8>) -> Vec<(Placed, *const u8)> {
-    let mut direct = Vec::new();
-    sorted.retain(|placed| {
-        let host = if placed.bytes >= DIRECT { host(placed) } else { None };
-        let taken = host.filter(|&host| is_pinned(host, placed.bytes));
-        direct.extend(taken.map(|host| (*placed, host)));
-        taken.is_none()
-    });
-    direct
 }

@@ -1,13 +1,13 @@
 //! Batches of small pieces, and rows (field reports R33, R34, R48).
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 
 use transfer_tensor::cudarc::driver::{CudaContext, CudaSlice, CudaStream, sys};
 use transfer_tensor::{BatchReport, Device, Error, PoolOptions, Rows, Strategy, TransferTensor};
 
 use crate::machines::{built, drain, on_with, pattern, unseen, xor_on_host};
-use crate::support::{Gpu, H200, builder};
+use crate::support::{GH200, Gpu, H200, builder};
 
 const KIB: usize = 1 << 10;
 const MIB: usize = 1 << 20;
@@ -497,6 +497,26 @@ fn long_pieces_in_pinned_memory_are_not_packed() {
     gpu.finish();
 }
 
+/// Across a coherent link the device reads ordinary memory at full speed: only what is small is packed.
+#[test]
+fn long_pieces_are_not_packed_for_a_coherent_link() {
+    let Some(gpu) = Gpu::simulated(GH200) else { return };
+    let sim = gpu.sim.as_ref().unwrap();
+    let bytes = pattern(12 * MIB, 8);
+    let mut target = filled(&gpu, 12 * MIB, 0);
+    let before = sim.evidence();
+    let mut batch = gpu.device.batch(&gpu.stream);
+    batch.upload_parts(&mut target, [(0, &bytes[..11 * MIB]), (11 * MIB, &bytes[11 * MIB..][..1000])]).unwrap();
+    assert_eq!(batch.run().unwrap().copies, 2);
+    let after = sim.evidence();
+    assert_eq!(after.copied_h2d_pageable - before.copied_h2d_pageable, 11 * MIB as u64);
+    assert_eq!(after.copied_h2d_pinned - before.copied_h2d_pinned, 1000);
+    assert!(on_host(&gpu, &target)[..11 * MIB + 1000] == bytes[..11 * MIB + 1000]);
+    drop(target);
+    drain(&gpu.device);
+    gpu.finish();
+}
+
 /// A container, WSL or a budget that allows no pinned memory, or little.
 #[test]
 fn without_pinned_memory_batches_and_rows_are_right() {
@@ -670,18 +690,21 @@ fn what_is_wrong_with_rows_is_said() {
 
 /// What [`Ends::everything`] goes between.
 struct Ends {
-    small: Vec<u8>,
-    long: Vec<u8>,
+    small: &'static [u8],
+    long: &'static [u8],
     pinned: TransferTensor<u8>,
     targets: [CudaSlice<u8>; 3],
 }
 
 impl Ends {
     fn new(gpu: &Gpu) -> Self {
-        let (small, long) = (pattern(5 * MIB, 1), pattern(9 * MIB, 2));
+        // More than two rounds, and as long as is staged.
+        static SMALL: LazyLock<Vec<u8>> = LazyLock::new(|| pattern(4 * MIB + 1, 1));
+        static LONG: LazyLock<Vec<u8>> = LazyLock::new(|| pattern(8 * MIB, 2));
+        let (small, long) = (&SMALL[..], &LONG[..]);
         let pinned =
             gpu.device.tensor().strategy(Strategy::Streamed).from_slice(&long[..100 * KIB], [100 * KIB]).unwrap();
-        let targets = [11 * MIB, 9 * MIB, 100 * KIB].map(|bytes| filled(gpu, bytes, 0));
+        let targets = [9 * MIB, 8 * MIB, 100 * KIB].map(|bytes| filled(gpu, bytes, 0));
         Self { small, long, pinned, targets }
     }
 
@@ -692,8 +715,8 @@ impl Ends {
         {
             let host = self.pinned.host()?;
             let mut batch = gpu.device.batch(stream);
-            batch.upload_parts(a, apart(&self.small, PIECE))?;
-            batch.upload(&self.long, b)?.upload(&host, c)?;
+            batch.upload_parts(a, apart(self.small, PIECE))?;
+            batch.upload(self.long, b)?.upload(&host, c)?;
             batch.run()?;
         }
         let (mut small, mut long) = (vec![0; self.small.len()], vec![0; self.long.len()]);
@@ -703,7 +726,7 @@ impl Ends {
         batch.run()?;
         assert!(small == self.small && long == self.long, "wrong bytes");
         let rows = Rows::new(3000, 600).device_pitch(1000);
-        gpu.device.upload_rows(stream, &self.small, &rows, b)?;
+        gpu.device.upload_rows(stream, self.small, &rows, b)?;
         gpu.device.download_rows(stream, b, &rows, &mut long)?;
         assert!(long[..1_800_000] == small[..1_800_000], "wrong rows");
         Ok(())
