@@ -3,6 +3,7 @@
 
 use std::ops::Range;
 
+use crate::os::HUGE_PAGE;
 use crate::plan::Tuning;
 
 /// A thread that is woken for less costs more than it brings.
@@ -11,41 +12,40 @@ const WORTH_A_THREAD: usize = 512 << 10;
 /// No piece of several is smaller: each costs the driver some microseconds.
 const SMALLEST: usize = 256 << 10;
 
-const PAGE: usize = 4 << 10;
+/// From this size on pieces end where huge pages do, so that two threads do not make one page.
+const WHOLE_PAGES: usize = HUGE_PAGE;
 
-/// The pieces of a copy, by number, and the threads for it.
+/// The pieces of a copy, taken one after the other, and the threads for it.
+///
+/// The first ones are small, so that the link has something to do at once and every thread gets one soon; the last ones are
+/// too, so that no thread is late. Between them they have the full size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Pieces {
     bytes: usize,
-    first: usize,
-    size: usize,
+    phase: usize,
+    largest: usize,
     /// The caller's among them.
     pub(crate) threads: usize,
 }
 
 impl Pieces {
-    /// `phase` bytes lie before the first good place to cut: the first piece is so much shorter or longer.
+    /// `phase` bytes lie before the first good place to cut; no piece is larger than `largest`.
     pub(crate) fn new(bytes: usize, phase: usize, tuning: &Tuning, largest: usize) -> Self {
         let threads = (bytes / WORTH_A_THREAD).clamp(1, tuning.threads.max(1));
-        // Two for each thread, so that one is filled while the other travels.
-        let share = bytes.div_ceil(2 * threads).max(SMALLEST).checked_next_multiple_of(PAGE).unwrap_or(largest);
-        let size = share.min(tuning.chunk.max(PAGE)).min(largest).max(1);
-        let first = if size > 0 && phase % size > 0 { phase % size } else { size };
-        Self { bytes, first: first.min(bytes), size, threads }
+        let largest = tuning.chunk.min(largest).max(1);
+        Self { bytes, phase: phase % HUGE_PAGE, largest, threads }
     }
 
-    pub(crate) fn count(&self) -> usize {
-        if self.bytes == 0 { 0 } else { 1 + (self.bytes - self.first).div_ceil(self.size) }
-    }
-
-    /// The bytes of piece `index`; `None` behind the last.
-    pub(crate) fn get(&self, index: usize) -> Option<Range<usize>> {
-        if index >= self.count() {
-            return None;
+    /// The piece that begins at `start`; `None` at the end.
+    pub(crate) fn at(&self, start: usize) -> Option<Range<usize>> {
+        let rest = self.bytes.checked_sub(start).filter(|&rest| rest > 0)?;
+        let size = (start / self.threads).min(rest / (2 * self.threads)).max(SMALLEST).min(self.largest);
+        let mut end = start.saturating_add(size).min(self.bytes);
+        if size >= WHOLE_PAGES && end < self.bytes {
+            let over = (end.wrapping_sub(self.phase)) % HUGE_PAGE;
+            end -= if over < size { over } else { 0 };
         }
-        let Some(before) = index.checked_sub(1) else { return Some(0..self.first) };
-        let start = self.first + before * self.size;
-        Some(start..self.bytes.min(start.saturating_add(self.size)))
+        Some(start..end)
     }
 }
 
@@ -90,19 +90,19 @@ mod tests {
     proptest! {
         #[test]
         fn pieces_cover_everything_once(
-            bytes in 0usize..(64 << 20), phase in 0usize..(2 << 20), threads in 0usize..20, chunk in 0usize..(8 << 20),
+            bytes in 0usize..(64 << 20), phase in 0usize..(4 << 20), threads in 0usize..20, chunk in 0usize..(8 << 20),
             largest in 1usize..(8 << 20),
         ) {
-            let pieces = Pieces::new(bytes, phase, &tuning(threads, chunk), largest.max(bytes / 1000));
+            let largest = largest.max(bytes / 1000);
+            let pieces = Pieces::new(bytes, phase, &tuning(threads, chunk.max(bytes / 1000)), largest);
             let mut end = 0;
-            for index in 0..pieces.count() {
-                let piece = pieces.get(index).unwrap();
+            while let Some(piece) = pieces.at(end) {
                 prop_assert_eq!(piece.start, end);
-                prop_assert!(!piece.is_empty() && piece.len() <= largest.max(bytes / 1000));
+                prop_assert!(!piece.is_empty() && piece.len() <= largest);
                 end = piece.end;
             }
             prop_assert_eq!(end, bytes);
-            prop_assert_eq!(pieces.get(pieces.count()), None);
+            prop_assert_eq!(pieces.at(usize::MAX), None);
             prop_assert!(pieces.threads >= 1 && pieces.threads <= threads.max(1));
         }
 
@@ -132,10 +132,18 @@ mod tests {
     }
 
     #[test]
-    fn a_cut_falls_on_the_places_that_are_asked_for() {
-        let pieces = Pieces::new(64 << 20, 4096, &tuning(4, 4 << 20), 4 << 20);
-        assert_eq!(pieces.get(0), Some(0..4096));
-        assert_eq!(pieces.get(1), Some(4096..4096 + (4 << 20)));
-        assert_eq!(Pieces::new(usize::MAX, 0, &tuning(4, 4 << 20), 4 << 20).count(), usize::MAX.div_ceil(4 << 20));
+    fn large_pieces_end_with_huge_pages_and_the_first_and_last_are_small() {
+        let pieces = Pieces::new(256 << 20, 4096, &tuning(4, 4 << 20), 4 << 20);
+        let mut all = Vec::new();
+        while let Some(piece) = pieces.at(all.last().map_or(0, |piece: &Range<usize>| piece.end)) {
+            all.push(piece);
+        }
+        assert!(all.iter().take(4).chain(all.last()).all(|piece| piece.len() <= SMALLEST));
+        let full = all.iter().filter(|piece| piece.len() > 3 << 20).count();
+        assert!(
+            full > 50 && all.iter().filter(|piece| piece.len() > 3 << 20).all(|piece| piece.end % HUGE_PAGE == 4096)
+        );
+        // Whatever the size.
+        assert!(Pieces::new(usize::MAX, 1, &tuning(4, 4 << 20), 4 << 20).at(usize::MAX - 1).is_some());
     }
 }

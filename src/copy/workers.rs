@@ -1,7 +1,7 @@
 //! Threads that help with copies of ordinary memory: one set for the process, started as they are first needed, named, asleep
 //! when there is nothing to do.
 //!
-//! One thread copies 8 to 10 GB/s, a PCIe link carries 55. Who copies offers seats; threads that are free take them, and he
+//! One thread copies 8 to 10 GB/s, a PCIe link carries 55. Who copies wakes those that sleep, and
 //! works himself. A helper sits down only while callers and helpers are fewer than the CPUs this process may use.
 #![deny(unsafe_code)]
 
@@ -20,32 +20,34 @@ type Share = Box<dyn Fn() + Send + Sync>;
 #[derive(Debug)]
 pub(crate) struct Workers {
     state: Mutex<State>,
-    /// Told of new offers, and of callers that are done.
-    offered: Condvar,
     /// No helper begins when callers and busy helpers are this many.
     limit: usize,
+    /// Only a model of the threads ends.
+    #[cfg(all(test, transfer_tensor_loom))]
+    closed: crate::sync::AtomicU64,
 }
 
 #[derive(Debug, Default)]
 struct State {
-    offers: VecDeque<Offer>,
+    /// Threads that sleep, the last one that fell asleep last.
+    idle: Vec<Arc<Seat>>,
+    /// Jobs that would have more helpers.
+    short: VecDeque<(Arc<Job>, usize)>,
     threads: usize,
-    idle: usize,
     /// Callers and busy helpers.
     active: usize,
-    #[cfg(all(test, transfer_tensor_loom))]
-    closed: bool,
 }
 
+/// Where a thread finds its next job. Each has its own, so that several can be woken at once.
 #[derive(Debug)]
-struct Offer {
-    job: Arc<Job>,
-    seats: usize,
+struct Seat {
+    job: Mutex<Option<Arc<Job>>>,
+    filled: Condvar,
 }
 
 struct Job {
     share: Share,
-    /// How many helpers are at it.
+    /// Helpers that have it, or will.
     busy: Mutex<usize>,
     left: Condvar,
 }
@@ -56,9 +58,24 @@ impl std::fmt::Debug for Job {
     }
 }
 
+impl Job {
+    fn leave(&self) {
+        let mut busy = self.busy.lock();
+        *busy -= 1;
+        if *busy == 0 {
+            self.left.notify_all();
+        }
+    }
+}
+
 impl Workers {
     fn new(limit: usize) -> Self {
-        Self { state: Mutex::new(State::default()), offered: Condvar::new(), limit }
+        Self {
+            state: Mutex::new(State::default()),
+            limit,
+            #[cfg(all(test, transfer_tensor_loom))]
+            closed: crate::sync::AtomicU64::new(0),
+        }
     }
 
     /// The process's own.
@@ -70,110 +87,123 @@ impl Workers {
         })
     }
 
-    /// How many threads can be at work together, the caller's among them.
-    pub(crate) fn limit(&self) -> usize {
-        self.limit
-    }
-
     /// Calls `share` on this thread, and meanwhile on up to `helpers` others. When this returns, no thread is in it, and none
-    /// will begin. `share` does not panic.
+    /// will begin.
     pub(crate) fn run(self: &Arc<Self>, helpers: usize, share: Share) {
         let job = Arc::new(Job { share, busy: Mutex::new(0), left: Condvar::new() });
-        self.offer(&job, helpers.min(self.limit.saturating_sub(1)));
+        let seats = self.offer(&job, helpers);
         // The helpers may use what belongs to this thread: it does not leave before they do.
         let _ = catch_unwind(AssertUnwindSafe(|| (job.share)()));
-        self.withdraw(&job);
+        self.withdraw(&job, seats);
         let mut busy = job.busy.lock();
         while *busy > 0 {
             job.left.wait(&mut busy);
         }
     }
 
-    fn offer(self: &Arc<Self>, job: &Arc<Job>, seats: usize) {
+    /// Gives the job to threads that sleep; which.
+    fn offer(self: &Arc<Self>, job: &Arc<Job>, helpers: usize) -> Vec<Arc<Seat>> {
         let mut state = self.state.lock();
         state.active += 1;
-        if seats == 0 {
-            return;
-        }
-        state.offers.push_back(Offer { job: job.clone(), seats });
-        // As many threads as could be busy at once; one that can not be started is not missed.
-        while state.threads + 1 < self.limit && state.idle < seats && state.threads < seats {
-            if !self.start() {
+        let room = self.limit.saturating_sub(state.active);
+        let now = helpers.min(room);
+        // A thread that can not be started is not missed.
+        while state.idle.len() < now && state.threads + 1 < self.limit {
+            let seat = Arc::new(Seat { job: Mutex::new(None), filled: Condvar::new() });
+            if !self.start(&seat) {
                 break;
             }
             state.threads += 1;
-            state.idle += 1;
+            state.idle.push(seat);
         }
+        let keep = state.idle.len().saturating_sub(now);
+        let seats = state.idle.split_off(keep);
+        state.active += seats.len();
+        if seats.len() < helpers {
+            state.short.push_back((job.clone(), helpers - seats.len()));
+        }
+        *job.busy.lock() += seats.len();
         drop(state);
-        self.offered.notify_all();
+        for seat in &seats {
+            *seat.job.lock() = Some(job.clone());
+            seat.filled.notify_all();
+        }
+        seats
     }
 
-    fn withdraw(&self, job: &Arc<Job>) {
+    /// Takes the job back from those who have not woken up yet.
+    fn withdraw(&self, job: &Arc<Job>, seats: Vec<Arc<Seat>>) {
         let mut state = self.state.lock();
-        state.offers.retain(|offer| !Arc::ptr_eq(&offer.job, job));
+        state.short.retain(|(short, _)| !Arc::ptr_eq(short, job));
         state.active -= 1;
-        let more = !state.offers.is_empty();
-        drop(state);
-        if more {
-            self.offered.notify_all();
+        for seat in seats {
+            let taken = seat.job.lock().take_if(|given| Arc::ptr_eq(given, job)).is_some();
+            if taken {
+                job.leave();
+                state.active -= 1;
+                state.idle.push(seat);
+            }
         }
     }
 
     #[cfg(not(all(test, transfer_tensor_loom)))]
-    fn start(self: &Arc<Self>) -> bool {
-        let own = self.clone();
-        std::thread::Builder::new().name("transfer-copy".into()).spawn(move || own.work()).is_ok()
+    fn start(self: &Arc<Self>, seat: &Arc<Seat>) -> bool {
+        let (own, seat) = (self.clone(), seat.clone());
+        let work = move || {
+            crate::os::sleep_precisely();
+            own.work(&seat);
+        };
+        std::thread::Builder::new().name("transfer-copy".into()).spawn(work).is_ok()
     }
 
     #[cfg(all(test, transfer_tensor_loom))]
-    fn start(self: &Arc<Self>) -> bool {
-        let own = self.clone();
-        loom::thread::spawn(move || own.work());
+    fn start(self: &Arc<Self>, seat: &Arc<Seat>) -> bool {
+        let (own, seat) = (self.clone(), seat.clone());
+        loom::thread::spawn(move || own.work(&seat));
         true
     }
 
-    fn work(&self) {
-        let mut state = self.state.lock();
+    fn work(&self, seat: &Arc<Seat>) {
         loop {
-            let Some(job) = self.seat(&mut state) else {
+            let mut given = seat.job.lock();
+            let mut job = loop {
+                if let Some(job) = given.take() {
+                    break job;
+                }
                 #[cfg(all(test, transfer_tensor_loom))]
-                if state.closed {
+                if self.closed.load(crate::sync::Ordering::SeqCst) > 0 {
                     return;
                 }
-                self.offered.wait(&mut state);
-                continue;
+                seat.filled.wait(&mut given);
             };
-            drop(state);
-            let _ = catch_unwind(AssertUnwindSafe(|| (job.share)()));
-            {
-                let mut busy = job.busy.lock();
-                *busy -= 1;
-                if *busy == 0 {
-                    job.left.notify_all();
+            drop(given);
+            loop {
+                let _ = catch_unwind(AssertUnwindSafe(|| (job.share)()));
+                job.leave();
+                let mut state = self.state.lock();
+                match self.short_job(&mut state) {
+                    Some(next) => job = next,
+                    None => {
+                        state.active -= 1;
+                        state.idle.push(seat.clone());
+                        break;
+                    }
                 }
             }
-            drop(job);
-            state = self.state.lock();
-            state.active -= 1;
-            state.idle += 1;
         }
     }
 
-    /// Takes a seat at the offer that waited longest.
-    fn seat(&self, state: &mut State) -> Option<Arc<Job>> {
-        if state.active >= self.limit {
+    /// The job that has waited longest for more helpers, for a helper that has just ended one.
+    fn short_job(&self, state: &mut State) -> Option<Arc<Job>> {
+        if state.active > self.limit {
             return None;
         }
-        let mut offer = state.offers.pop_front()?;
-        offer.seats -= 1;
-        let job = offer.job.clone();
-        if offer.seats > 0 {
-            state.offers.push_back(offer);
-        }
-        // Under the state's lock: who withdraws the offer afterwards sees it.
+        let (job, wanted) = state.short.pop_front()?;
+        // Under the state's lock: who withdraws the job afterwards sees it.
         *job.busy.lock() += 1;
-        state.active += 1;
-        state.idle -= 1;
+        if wanted > 1 {
+            state.short.push_back((job.clone(), wanted - 1));
+        }
         Some(job)
     }
 }
@@ -236,7 +266,7 @@ mod tests {
         while workers.state.lock().active > 0 {
             std::thread::yield_now();
         }
-        assert_eq!(workers.state.lock().offers.len(), 0);
+        assert_eq!(workers.state.lock().short.len(), 0);
     }
 }
 
@@ -265,8 +295,13 @@ mod loom_tests {
                 }),
             );
             assert_eq!((inside.load(Ordering::SeqCst), done.load(Ordering::SeqCst)), (0, 2));
-            workers.state.lock().closed = true;
-            workers.offered.notify_all();
+            workers.closed.store(1, Ordering::SeqCst);
+            let seats = workers.state.lock().idle.clone();
+            for seat in seats {
+                // Not between a thread's look and its sleep.
+                drop(seat.job.lock());
+                seat.filled.notify_all();
+            }
         });
     }
 }

@@ -73,6 +73,11 @@ impl Event {
         self.wait_polling(self.poll)
     }
 
+    /// As [`wait`](Event::wait), for what is known to be short: does not sleep for half a millisecond.
+    pub(crate) fn wait_awake(&self) -> Result<()> {
+        self.wait_polling(POLL_COPY)
+    }
+
     /// As [`wait`](Event::wait), for who has other work under way and need not be prompt: sleeps from the start.
     pub(crate) fn wait_asleep(&self) -> Result<()> {
         self.wait_polling(Duration::ZERO)

@@ -19,11 +19,17 @@ use super::memory::Address;
 use super::stream::Stream;
 use crate::copy::pieces::{Part, Pieces, meeting};
 use crate::copy::workers::Workers;
-use crate::copy::{STAGED_PIECE, Sink, Source};
+use crate::copy::{STAGED_PIECE, Sink, Source, chunks};
 use crate::error::{Error, Result};
 use crate::os::{HUGE_PAGE, copy_past_caches};
 use crate::plan::Tuning;
 use crate::pool::{PinnedBuffer, PinnedPool};
+
+/// The threads of a copy up to this size wait for the link awake: a sleep takes longer than a piece of it.
+const AWAKE: usize = 64 << 20;
+
+/// The parts of a copy by one thread: while one travels the next is filled.
+const SUB_PIECE: usize = 128 << 10;
 
 /// Above this a result is written past the caches: it would not stay in them.
 const PAST_CACHES: usize = 1 << 20;
@@ -58,8 +64,12 @@ impl Slot {
         Ok(())
     }
 
-    fn idle(&self) -> bool {
-        self.busy.as_ref().is_none_or(|event| event.query().is_ok_and(|passed| passed))
+    /// Whether nothing uses it.
+    fn idle(&mut self) -> bool {
+        if self.busy.as_ref().is_some_and(|event| event.query().is_ok_and(|passed| passed)) {
+            self.busy = None;
+        }
+        self.busy.is_none()
     }
 
     fn host(&self) -> *mut u8 {
@@ -80,7 +90,11 @@ impl Staging {
     /// A slot, perhaps still busy; `None` where nothing can be pinned. `most`: how many there should be.
     fn slot(&self, most: usize) -> Option<Slot> {
         let mut slots = self.slots.lock();
-        if slots.front().is_some_and(Slot::idle) || slots.len() >= most {
+        // The last one used is in the CPU's caches; the oldest is free first.
+        if slots.back_mut().is_some_and(Slot::idle) {
+            return slots.pop_back();
+        }
+        if slots.front_mut().is_some_and(Slot::idle) || slots.len() >= most {
             return slots.pop_front();
         }
         drop(slots);
@@ -93,7 +107,7 @@ impl Staging {
     /// Gives the slots that nothing uses back to the pool; for when memory is short.
     pub(crate) fn release(&self) {
         let mut slots = self.slots.lock();
-        let idle = slots.iter().take_while(|slot| slot.idle()).count();
+        let idle = slots.iter_mut().map_while(|slot| slot.idle().then_some(())).count();
         let released: Vec<_> = slots.drain(..idle).collect();
         drop(slots);
         drop(released);
@@ -125,15 +139,16 @@ impl Staging {
             && let Some(slot) = self.slot(2 * tuning.threads)
         {
             // SAFETY: the caller's.
-            return unsafe { self.up_once(slot, parts, source, 0..bytes, stream) };
+            return unsafe { self.up_once(slot, parts, source, bytes, stream) };
         }
         let pieces = Pieces::new(bytes, 0, tuning, STAGED_PIECE);
         // SAFETY: `share` returns when no thread is in the job any more.
         let source_there = unsafe { Lent::source(source) };
         // SAFETY: as above.
         let parts_there = unsafe { Lent::new(parts) };
+        let awake = bytes <= AWAKE;
         let each = move |job: &Job, slot: &mut Slot, piece: Range<usize>| -> Result<()> {
-            slot.wait(false)?;
+            slot.wait(awake)?;
             let staged = slot.memory.get_mut(..piece.len()).ok_or_else(|| Error::overflow("a staged piece"))?;
             source_there.get().fill(piece.start, staged)?;
             // SAFETY: the caller's word for the targets; the slot stays untouched until its event has passed.
@@ -142,29 +157,30 @@ impl Staging {
             Ok(())
         };
         let rest = self.share(pieces, tuning, Way::Up, stream, true, Box::new(Single(each)))?;
-        if rest < pieces.count() {
-            let from = pieces.get(rest).map_or(bytes, |piece| piece.start);
+        if rest < bytes {
             // SAFETY: the caller's.
-            return unsafe { up_unpinned(parts, source, from..bytes, stream) };
+            return unsafe { up_unpinned(parts, source, rest..bytes, stream) };
         }
         Ok(())
     }
 
-    /// A copy of one piece.
+    /// A copy by this thread through one slot.
     unsafe fn up_once(
         &self,
         mut slot: Slot,
         parts: &[Part],
         source: &dyn Source,
-        piece: Range<usize>,
+        bytes: usize,
         stream: &Stream,
     ) -> Result<()> {
         let mut step = || -> Result<()> {
             slot.wait(true)?;
-            let staged = slot.memory.get_mut(..piece.len()).ok_or_else(|| Error::overflow("a staged piece"))?;
-            source.fill(piece.start, staged)?;
-            // SAFETY: the caller's word for the targets; the slot stays untouched until its event has passed.
-            unsafe { submit_up(parts, &piece, slot.host(), stream)? };
+            for (_, piece) in chunks(bytes, SUB_PIECE) {
+                let staged = slot.memory.get_mut(piece.clone()).ok_or_else(|| Error::overflow("a staged piece"))?;
+                source.fill(piece.start, staged)?;
+                // SAFETY: the caller's word for the targets; the slot stays untouched until its event has passed.
+                unsafe { submit_up(parts, &piece, slot.host().add(piece.start), stream)? };
+            }
             slot.busy = Some(Arc::new(Event::record(&self.context, stream)?));
             Ok(())
         };
@@ -198,23 +214,23 @@ impl Staging {
         let pieces = Pieces::new(bytes, phase, tuning, STAGED_PIECE);
         // SAFETY: `share` returns when no thread is in the job any more.
         let sink_there = unsafe { Lent::sink(sink) };
+        let awake = bytes <= AWAKE;
         let fetch = move |job: &Job, slot: &mut Slot, piece: Range<usize>| -> Result<()> {
-            slot.wait(false)?;
+            slot.wait(awake)?;
             // SAFETY: the slot is idle and stays ours until its event has passed; the source is valid by the caller's word.
             unsafe { copy::device_to_host(slot.host(), source + piece.start as u64, piece.len(), &job.lane)? };
             slot.busy = Some(Arc::new(Event::record(&job.context, &job.lane)?));
             Ok(())
         };
         let empty = move |slot: &mut Slot, piece: Range<usize>| -> Result<()> {
-            slot.wait(false)?;
+            slot.wait(awake)?;
             let staged = slot.memory.get(..piece.len()).ok_or_else(|| Error::overflow("a staged piece"))?;
             sink_there.get().take(piece.start, staged)
         };
         let rest = self.share(pieces, tuning, Way::Down, stream, false, Box::new(Double(fetch, empty)))?;
-        if rest < pieces.count() {
-            let from = pieces.get(rest).map_or(bytes, |piece| piece.start);
+        if rest < bytes {
             // SAFETY: the caller's.
-            return unsafe { down_unpinned(sink, source, from..bytes, stream) };
+            return unsafe { down_unpinned(sink, source, rest..bytes, stream) };
         }
         Ok(())
     }
@@ -229,18 +245,28 @@ impl Staging {
     ) -> Result<()> {
         let mut step = || -> Result<()> {
             slot.wait(true)?;
-            // SAFETY: the slot is idle and stays ours until its event has passed; the source is valid by the caller's word.
-            unsafe { copy::device_to_host(slot.host(), source, bytes, stream)? };
-            slot.busy = Some(Arc::new(Event::record(&self.context, stream)?));
-            slot.wait(true)?;
-            sink.take(0, slot.memory.get(..bytes).ok_or_else(|| Error::overflow("a staged piece"))?)
+            let mut arrivals = Vec::with_capacity(bytes.div_ceil(SUB_PIECE));
+            for (_, piece) in chunks(bytes, SUB_PIECE) {
+                // SAFETY: the slot is idle and stays ours until its events have passed; the source is the caller's word.
+                unsafe {
+                    let staged = slot.host().add(piece.start);
+                    copy::device_to_host(staged, source + piece.start as u64, piece.len(), stream)?;
+                }
+                arrivals.push((Event::record(&self.context, stream)?, piece));
+            }
+            for (event, piece) in arrivals {
+                event.wait_awake()?;
+                let staged = slot.memory.get(piece.clone()).ok_or_else(|| Error::overflow("a staged piece"))?;
+                sink.take(piece.start, staged)?;
+            }
+            Ok(())
         };
         let result = step();
         self.settle(result.is_ok(), std::slice::from_ref(stream), [slot]);
         result
     }
 
-    /// Does the pieces with several threads; the number of the first that nobody could do for want of slots.
+    /// Does the pieces with several threads; where the first begins that nobody could do for want of slots.
     fn share(
         &self,
         pieces: Pieces,
@@ -278,7 +304,7 @@ impl Staging {
         self.settle(error.is_none(), &job.lanes, std::mem::take(&mut *job.used.lock()));
         match error {
             Some(error) => Err(error),
-            None => Ok(job.next.load(Ordering::SeqCst).min(pieces.count())),
+            None => Ok(job.next.load(Ordering::SeqCst)),
         }
     }
 
@@ -347,6 +373,7 @@ where
 /// A copy that threads do together.
 struct Shared {
     pieces: Pieces,
+    /// Where the next piece begins.
     next: AtomicUsize,
     came: AtomicUsize,
     failed: AtomicBool,
@@ -406,11 +433,8 @@ impl Shared {
     }
 
     fn claim(&self) -> Option<Range<usize>> {
-        // Not beyond the end, which says that all was done.
-        let next = self
-            .next
-            .fetch_update(Ordering::SeqCst, Ordering::SeqCst, |next| (next < self.pieces.count()).then_some(next + 1));
-        self.pieces.get(next.ok()?)
+        let end = |start| self.pieces.at(start).map(|piece| piece.end);
+        self.pieces.at(self.next.fetch_update(Ordering::SeqCst, Ordering::SeqCst, end).ok()?)
     }
 
     fn end(&self, slots: &mut [Slot], index: usize, piece: Range<usize>) -> Result<()> {

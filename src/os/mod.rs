@@ -60,3 +60,10 @@ impl Drop for Block {
         unsafe { dealloc(self.address.as_ptr(), self.layout) };
     }
 }
+
+/// Lets the calling thread's short sleeps end when they should: Linux otherwise adds up to 50 µs.
+pub(crate) fn sleep_precisely() {
+    #[cfg(target_os = "linux")]
+    // SAFETY: sets a property of this thread; a refusal changes nothing.
+    let _ = unsafe { libc::prctl(libc::PR_SET_TIMERSLACK, 1000 as libc::c_ulong) };
+}
