@@ -4,7 +4,10 @@
 
 use std::ops::Range;
 
+use crate::copy::STAGED_PIECE;
+use crate::copy::pieces::Pieces;
 use crate::error::{Error, Kind, Result};
+use crate::plan::Tuning;
 
 /// A piece on the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -154,6 +157,22 @@ impl Layout {
     }
 }
 
+/// A long block is staged in no more pieces than this, or than one for each 1.25 MiB.
+const MOST_PIECES: usize = 32;
+
+/// How a long block is staged: with as many threads as that leaves (each makes for more pieces), and in how many pieces.
+pub(crate) fn staged(bytes: usize, mut tuning: Tuning) -> (Tuning, u64) {
+    let count = |tuning: &Tuning| {
+        let (pieces, mut at) = (Pieces::new(bytes, 0, tuning, STAGED_PIECE), 0);
+        std::iter::from_fn(move || pieces.at(at).inspect(|piece| at = piece.end)).count()
+    };
+    let most = MOST_PIECES.max(bytes / (5 << 18));
+    while tuning.threads > 1 && count(&tuning) > most {
+        tuning.threads -= 1;
+    }
+    (tuning, count(&tuning) as u64)
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
@@ -232,6 +251,16 @@ mod tests {
                 hit[address as usize..][..bytes].iter_mut().for_each(|byte| *byte += 1);
             }
             prop_assert_eq!(check_apart(&placed).is_err(), hit.iter().any(|&times| times > 1));
+        }
+    }
+
+    /// R48: 5,000 pieces of 16 KiB, on machines with few and many CPUs.
+    #[test]
+    fn a_long_block_takes_few_pieces_whatever_the_machine() {
+        for cores in 1..40 {
+            let tuning = Tuning::built_in(crate::platform::MemoryModel::Discrete, cores);
+            let (tuning, pieces) = staged(5000 * 16 << 10, tuning);
+            assert!(pieces <= 64 && tuning.threads >= cores.min(4), "{cores} CPUs: {tuning:?}, {pieces} pieces");
         }
     }
 

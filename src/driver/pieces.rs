@@ -12,12 +12,13 @@ use super::batch::{Copies, Counted, allocation, is_pinned};
 use super::context::{Context, Way};
 use super::slots::{ROUND, Slots, drain};
 use super::stream::Stream;
-use crate::batch::plan::{Layout, Part, Placed, check_apart, sort};
-use crate::copy::pieces::Pieces;
-use crate::copy::{STAGED_PIECE, Sink, Source};
+use crate::batch::plan::{Block, Layout, Part, Placed, check_apart, sort, staged};
+use crate::copy::pieces::Part as Whole;
+use crate::copy::{Sink, Source};
 use crate::device::Device;
 use crate::element::{Element, validate};
 use crate::error::{Error, Kind, Result};
+use crate::plan::Tuning;
 use crate::tensor::DeviceMemory;
 
 /// A block of device memory at least this long is staged by several threads, whatever pieces it comes from.
@@ -356,9 +357,10 @@ impl Transfer<'_> {
             match part {
                 Part::Long(block) => {
                     let source = packed(block.packed.start);
+                    let whole = [Whole { source: 0..block.packed.len(), target: block.address }];
+                    let tuning = self.staged(&block);
                     // SAFETY: the block is borrowed device memory of that length.
-                    unsafe { self.device.stage_up(block.address, &source, block.packed.len(), self.stream)? };
-                    self.count_staged(block.packed.len());
+                    unsafe { self.device.staging().up(&whole, &source, &tuning, self.stream)? };
                 }
                 Part::Packed(range) => {
                     let Self { device, stream, slots, counted } = self;
@@ -386,9 +388,9 @@ impl Transfer<'_> {
             match part {
                 Part::Long(block) => {
                     let sink = packed(block.packed.start);
+                    let (bytes, tuning) = (block.packed.len(), self.staged(&block));
                     // SAFETY: the block is borrowed device memory of that length.
-                    unsafe { self.device.stage_down(&sink, block.address, block.packed.len(), self.stream)? };
-                    self.count_staged(block.packed.len());
+                    unsafe { self.device.staging().down(&sink, 0, block.address, bytes, &tuning, self.stream)? };
                 }
                 Part::Packed(range) => {
                     let Self { device, stream, slots, counted } = self;
@@ -438,10 +440,12 @@ impl Transfer<'_> {
         layout.parts(if staged { LONG } else { usize::MAX })
     }
 
-    fn count_staged(&mut self, bytes: usize) {
-        let pieces = Pieces::new(bytes, 0, &self.device.tuning(), STAGED_PIECE).count() as u64;
+    /// How a long block is staged, which is counted.
+    fn staged(&mut self, block: &Block) -> Tuning {
+        let (tuning, pieces) = staged(block.packed.len(), self.device.tuning());
         self.counted.copies += pieces;
         self.counted.calls += pieces;
+        tuning
     }
 }
 

@@ -508,6 +508,7 @@ fn long_pieces_are_not_packed_for_a_coherent_link() {
     let mut batch = gpu.device.batch(&gpu.stream);
     batch.upload_parts(&mut target, [(0, &bytes[..11 * MIB]), (11 * MIB, &bytes[11 * MIB..][..1000])]).unwrap();
     assert_eq!(batch.run().unwrap().copies, 2);
+    gpu.stream.synchronize().unwrap();
     let after = sim.evidence();
     assert_eq!(after.copied_h2d_pageable - before.copied_h2d_pageable, 11 * MIB as u64);
     assert_eq!(after.copied_h2d_pinned - before.copied_h2d_pinned, 1000);
