@@ -259,7 +259,7 @@ mod tests {
     fn a_long_block_takes_few_pieces_whatever_the_machine() {
         for cores in 1..40 {
             let tuning = Tuning::built_in(crate::platform::MemoryModel::Discrete, cores);
-            let (tuning, pieces) = staged(5000 * 16 << 10, tuning);
+            let (tuning, pieces) = staged(5000 * (16 << 10), tuning);
             assert!(pieces <= 64 && tuning.threads >= cores.min(4), "{cores} CPUs: {tuning:?}, {pieces} pieces");
         }
     }
