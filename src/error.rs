@@ -46,6 +46,8 @@ pub(crate) enum Kind {
     Shape { shape: Vec<usize>, needs: usize, got: usize },
     /// A range lies outside what it indexes.
     Range { start: usize, end: usize, len: usize, unit: &'static str },
+    /// Two parts of one request would be written to the same bytes.
+    Overlap { what: String },
     /// The requested view is not one contiguous block.
     NonContiguous { shape: Vec<usize>, strides: Vec<isize> },
     /// An address or offset is not aligned for the element.
@@ -160,6 +162,7 @@ impl Error {
             Kind::Overflow { .. }
                 | Kind::Shape { .. }
                 | Kind::Range { .. }
+                | Kind::Overlap { .. }
                 | Kind::NonContiguous { .. }
                 | Kind::Misaligned { .. }
                 | Kind::InvalidValue { .. }
@@ -239,6 +242,7 @@ impl fmt::Display for Error {
                 write!(f, "shape {shape:?} needs {needs} elements, got {got}")
             }
             Kind::Range { start, end, len, unit } => write!(f, "range {start}..{end} is outside of 0..{len} {unit}"),
+            Kind::Overlap { what } => write!(f, "{what}, overlap"),
             Kind::NonContiguous { shape, strides } => {
                 write!(f, "shape {shape:?} with strides {strides:?} is not one contiguous block; copy it first")
             }

@@ -56,6 +56,7 @@
 #![deny(unsafe_code)]
 #![cfg_attr(not(test), deny(clippy::disallowed_methods))]
 
+mod batch;
 mod calibrate;
 #[allow(unsafe_code)]
 mod complete;
@@ -75,11 +76,13 @@ mod plan;
 mod platform;
 mod pool;
 mod ranges;
+mod rows;
 mod sync;
 #[allow(unsafe_code)]
 mod tensor;
 mod trace;
 
+pub use batch::{Batch, BatchReport};
 pub use calibrate::{Calibration, Scaling};
 pub use cudarc;
 pub use device::{Device, DeviceBuilder, DeviceStats};
@@ -95,6 +98,7 @@ pub use plan::{
 };
 pub use platform::{Attributes, Capabilities, Detector, MemoryFigures, MemoryModel, Platform, Topology};
 pub use pool::{PinnedBuffer, PinnedPool, PoolOptions, PoolStats, WhenFull};
+pub use rows::Rows;
 pub use tensor::{
     DeviceMemory, DeviceMut, DeviceRef, DynTensor, HostMut, HostRef, SharedTensor, TensorOptions, TensorView,
     TensorViewMut, Transfer, TransferTensor,

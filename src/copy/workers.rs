@@ -87,6 +87,11 @@ impl Workers {
         })
     }
 
+    /// How many threads can be at work together, the caller's among them.
+    pub(crate) fn limit(&self) -> usize {
+        self.limit
+    }
+
     /// Calls `share` on this thread, and meanwhile on up to `helpers` others. When this returns, no thread is in it, and none
     /// will begin.
     pub(crate) fn run(self: &Arc<Self>, helpers: usize, share: Share) {

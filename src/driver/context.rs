@@ -1,11 +1,12 @@
 //! One context as this crate uses it: events, copy streams, what was leaked.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use cudarc::driver::{CudaContext, sys};
 use parking_lot::Mutex;
 
+use super::batch::BatchCall;
 use super::call::{Bound, check};
 use super::stream::Stream;
 use crate::error::{Error, Result};
@@ -21,6 +22,7 @@ pub(crate) struct Context {
     idle: Mutex<Vec<RawEvent>>,
     copy_streams: Mutex<[[Option<Arc<OwnedStream>>; Context::LANES]; 2]>,
     counters: Counters,
+    batches: OnceLock<BatchCall>,
 }
 
 /// What went wrong where no call could return it.
@@ -59,6 +61,7 @@ impl Context {
             idle: Mutex::new(Vec::new()),
             copy_streams: Mutex::default(),
             counters: Counters::default(),
+            batches: OnceLock::new(),
         })
     }
 
@@ -89,6 +92,16 @@ impl Context {
         }
         let returned = call();
         cuda.check_err().map(|()| returned).map_err(|error| cudarc_error(name, error))
+    }
+
+    /// Whether the driver takes many copies at once. The context is current.
+    pub(super) fn has_batches(&self) -> bool {
+        !matches!(self.batches(), BatchCall::Absent)
+    }
+
+    /// How the driver takes many copies at once. The context is current.
+    pub(super) fn batches(&self) -> BatchCall {
+        *self.batches.get_or_init(BatchCall::find)
     }
 
     pub(crate) fn count_leak(&self) {

@@ -4,7 +4,7 @@
 //! same names and look the functions up; only then is cudarc touched. A success is remembered, a failure is not: the
 //! library may be installed, or loaded by somebody, later.
 
-use std::ffi::c_int;
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -42,6 +42,7 @@ const REQUIRED: &[&str] = &[
     "cuMemcpyHtoDAsync_v2",
     "cuMemcpyDtoHAsync_v2",
     "cuMemcpyDtoDAsync_v2",
+    "cuMemcpy2DAsync_v2",
     "cuMemsetD8Async",
     "cuPointerGetAttribute",
     "cuStreamCreate",
@@ -109,7 +110,29 @@ impl Driver {
         // SAFETY: the caller vouches for the type; the library is never unloaded.
         unsafe { self.library.get::<F>(symbol.as_bytes()).ok().map(|found| *found) }
     }
+
+    /// A function in the form it had in CUDA `version` (1000 × major + 10 × minor), for those whose signature changed: the
+    /// driver gives the newest that is not younger. `None` where it is older, or can not be asked (before 11.3).
+    ///
+    /// # Safety
+    /// `F` must be the function pointer type of `symbol` in that version.
+    pub(crate) unsafe fn versioned<F: Copy>(&self, symbol: &'static CStr, version: c_int) -> Option<F> {
+        const { assert!(size_of::<F>() == size_of::<*mut c_void>(), "a function pointer") };
+        // SAFETY: the type of the function's first version, which drivers keep under the plain name.
+        let ask = unsafe { self.optional::<GetProcAddress>("cuGetProcAddress")? };
+        let mut found = std::ptr::null_mut();
+        // SAFETY: a C string; the call writes one pointer.
+        let code = unsafe { ask(symbol.as_ptr(), &mut found, version, 0) };
+        if code != 0 || found.is_null() {
+            return None;
+        }
+        // SAFETY: not null, as large as `F`, and of its type by the caller's word.
+        Some(unsafe { std::mem::transmute_copy::<*mut c_void, F>(&found) })
+    }
 }
+
+/// `cuGetProcAddress`, its answer as a plain number: a newer driver may give codes that the bindings do not know.
+type GetProcAddress = unsafe extern "C" fn(*const c_char, *mut *mut c_void, c_int, u64) -> c_uint;
 
 /// Set in a child that was forked after the driver was initialised.
 static FORKED: AtomicBool = AtomicBool::new(false);

@@ -148,10 +148,10 @@ impl Drop for Pinned {
     fn drop(&mut self) {
         let freed = self.context.enter().and_then(|_bound| {
             let host = self.host.as_ptr().cast();
-            // SAFETY: from `cuMemHostAlloc` or registered, freed once; the owner made sure that nothing uses it.
             match &self.mapping {
+                // SAFETY: from `cuMemHostAlloc`, freed once; the owner made sure that nothing uses it.
                 None => check("cuMemFreeHost", unsafe { sys::cuMemFreeHost(host) }),
-                // SAFETY: as above.
+                // SAFETY: registered by `map`, unregistered once; as above.
                 Some(_) => check("cuMemHostUnregister", unsafe { sys::cuMemHostUnregister(host) }),
             }
         });

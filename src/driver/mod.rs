@@ -1,5 +1,6 @@
 //! The only place that calls `cudarc::driver::{sys, result}`.
 
+pub(crate) mod batch;
 pub(crate) mod call;
 mod carry;
 pub(crate) mod context;
@@ -10,7 +11,10 @@ pub(crate) mod managed;
 pub(crate) mod measure;
 pub(crate) mod memory;
 pub(crate) mod pending;
+pub(crate) mod pieces;
 pub(crate) mod probe;
+pub(crate) mod rows;
+pub(crate) mod slots;
 pub(crate) mod staging;
 pub(crate) mod stream;
 

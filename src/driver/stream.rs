@@ -57,6 +57,11 @@ impl Stream {
         self.owned.is_some()
     }
 
+    /// Whether it is one of the default streams, which some calls refuse: the legacy one (handles 0 and 1) or a thread's.
+    pub(crate) fn is_default(&self) -> bool {
+        self.handle() as usize <= PER_THREAD
+    }
+
     /// Whether the handle means another queue on every thread.
     pub(crate) fn is_per_thread(&self) -> bool {
         self.thread.is_some()

@@ -26,8 +26,13 @@ pub(crate) fn unseen(profile: &str) -> Option<cuda_sim::Device> {
 
 /// The crate's view of a device that a test has prepared.
 pub(crate) fn on(sim: cuda_sim::Device) -> Gpu {
+    on_with(sim, |context| context.new_stream().expect("a stream"))
+}
+
+/// As [`on`], with another stream of the context than a fresh one.
+pub(crate) fn on_with(sim: cuda_sim::Device, stream: impl FnOnce(&Arc<CudaContext>) -> Arc<CudaStream>) -> Gpu {
     let context = CudaContext::new(sim.ordinal()).expect("a context");
-    let stream = context.new_stream().expect("a stream");
+    let stream = stream(&context);
     let detector = Detector::new().fs_root(sim.host_root());
     let device = Device::with_detector(&stream, &detector).expect("a device");
     Gpu { sim: Some(sim), context, stream, device }

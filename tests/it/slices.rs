@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use proptest::prelude::*;
-use transfer_tensor::cudarc::driver::{CudaSlice, DeviceSlice};
+use transfer_tensor::cudarc::driver::CudaSlice;
 
 use crate::support::{GH200, Gpu, H200, SPARK};
 

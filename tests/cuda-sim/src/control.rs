@@ -257,6 +257,7 @@ fn set(st: &mut Guard, device: usize, setting: Setting, value: u64) -> bool {
         Setting::ClearCalls => dev.evidence.clear_calls(),
         Setting::ClearMemInfo => hostility.mem_info = None,
         Setting::ClearViolations => dev.evidence.violations.clear(),
+        Setting::DriverVersion => dev.profile.driver_version = i32::try_from(value).unwrap_or(i32::MAX),
         Setting::Retired => {
             for kind in [Kind::Device, Kind::Pinned, Kind::Managed] {
                 dev.blocks(kind).discard_free();

@@ -105,11 +105,13 @@ pub(crate) enum Setting {
     ClearViolations,
     /// The test is done with the device.
     Retired,
+    /// What the driver says its version is, and which functions it has by it.
+    DriverVersion,
 }
 
 impl Setting {
     pub(crate) fn from_number(number: u32) -> Option<Self> {
-        const ALL: [Setting; 16] = [
+        const ALL: [Setting; 17] = [
             Setting::Seed,
             Setting::FreeWaits,
             Setting::Poison,
@@ -126,6 +128,7 @@ impl Setting {
             Setting::ClearMemInfo,
             Setting::ClearViolations,
             Setting::Retired,
+            Setting::DriverVersion,
         ];
         ALL.get(number as usize).copied()
     }

@@ -1,5 +1,6 @@
 //! Copies and fills.
 
+use super::init::BATCHES_FROM;
 use super::types::{In, Out};
 use super::{Call, Here};
 use crate::capture;
@@ -81,18 +82,19 @@ export! {
     }
 
     fn cuMemcpyBatchAsync(
-        call, dsts: In<u64>, srcs: In<u64>, sizes: In<usize>, count: usize, _attributes: In<u8>, _indices: In<usize>,
-        _attribute_count: usize, failed: Out<usize>, stream: u64,
+        call, dsts: In<u64>, srcs: In<u64>, sizes: In<usize>, count: usize, attributes: In<BatchAttributes>,
+        firsts: In<usize>, kinds: usize, failed: Out<usize>, stream: u64,
     ) {
         failed.set_if(usize::MAX);
-        batch(call, dsts, srcs, sizes, count, stream)
+        batch(call, Pieces { dsts, srcs, sizes, count }, Kinds { attributes, firsts, kinds }, failed, stream)
     }
 
     fn cuMemcpyBatchAsync_v2(
-        call, dsts: In<u64>, srcs: In<u64>, sizes: In<usize>, count: usize, _attributes: In<u8>, _indices: In<usize>,
-        _attribute_count: usize, stream: u64,
+        call, dsts: In<u64>, srcs: In<u64>, sizes: In<usize>, count: usize, attributes: In<BatchAttributes>,
+        firsts: In<usize>, kinds: usize, stream: u64,
     ) {
-        batch(call, dsts, srcs, sizes, count, stream)
+        let pieces = Pieces { dsts, srcs, sizes, count };
+        batch(call, pieces, Kinds { attributes, firsts, kinds }, Out::null(), stream)
     }
 
     fn cuMemcpy2D_v2(call, rectangle: In<Rectangle>) {
@@ -165,20 +167,100 @@ fn copy(call: Call, dst: (u64, Side), src: (u64, Side), bytes: usize, stream: u6
         .ctx(|st, here| queue(st, here, stream, CopyOp::flat(name, dst, src, bytes), returns))
 }
 
-fn batch(call: Call, dsts: In<u64>, srcs: In<u64>, sizes: In<usize>, count: usize, stream: u64) -> Status {
+/// The copies of a batch.
+#[derive(Clone, Copy)]
+struct Pieces {
+    dsts: In<u64>,
+    srcs: In<u64>,
+    sizes: In<usize>,
+    count: usize,
+}
+
+/// `CUmemcpyAttributes`: when the sources may be read, and where the ends are.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct BatchAttributes {
+    order: u32,
+    src: [u32; 2],
+    dst: [u32; 2],
+    flags: u32,
+}
+
+/// Which attributes hold from which copy on.
+#[derive(Clone, Copy)]
+struct Kinds {
+    attributes: In<BatchAttributes>,
+    firsts: In<usize>,
+    kinds: usize,
+}
+
+impl Kinds {
+    /// They begin at the first copy and go on from there; the order is one of three.
+    fn check(self, count: usize) -> Res {
+        if self.kinds == 0 || self.kinds > count {
+            return Err(INVALID_VALUE);
+        }
+        let mut next = 0;
+        for index in 0..self.kinds {
+            let first = self.firsts.at(index)?;
+            let order = self.attributes.at(index)?.order;
+            if first < next || first >= count || (index == 0 && first != 0) || !(1..=3).contains(&order) {
+                return Err(INVALID_VALUE);
+            }
+            next = first + 1;
+        }
+        Ok(())
+    }
+}
+
+fn batch(call: Call, pieces: Pieces, kinds: Kinds, failed: Out<usize>, stream: u64) -> Status {
     let name = call.name();
-    call.stream(stream).args([count as u64, 0, 0, 0]).ctx(|st, here| {
+    let count = pieces.count;
+    let bytes = (0..count).map(|index| pieces.sizes.at(index).unwrap_or(0) as u64).fold(0, u64::saturating_add);
+    call.stream(stream).bytes(bytes).args([count as u64, 0, 0, 0]).ctx(|st, here| {
+        if st.device(here.device)?.profile.driver_version < BATCHES_FROM {
+            return Err(NOT_SUPPORTED);
+        }
         // The default streams are refused, and so is an empty batch.
         if stream <= 2 || count == 0 {
             return Err(INVALID_VALUE);
         }
+        kinds.check(count)?;
+        let mut ranges = Vec::with_capacity(count);
         for index in 0..count {
-            let (dst, src, bytes) = (dsts.at(index)?, srcs.at(index)?, sizes.at(index)?);
-            let op = CopyOp::flat(name, (dst, Side::Any), (src, Side::Any), bytes as u64);
-            queue(st, here, stream, op, Returns::Queued)?;
+            let (dst, src, bytes) = (pieces.dsts.at(index)?, pieces.srcs.at(index)?, pieces.sizes.at(index)? as u64);
+            let op = CopyOp { batched: index > 0, ..CopyOp::flat(name, (dst, Side::Any), (src, Side::Any), bytes) };
+            let queued = if bytes == 0 { Err(INVALID_VALUE) } else { queue(st, here, stream, op, Returns::Queued) };
+            if let Err(status) = queued {
+                failed.set_if(index);
+                return Err(status);
+            }
+            ranges.extend([(dst, dst + bytes, true), (src, src + bytes, false)]);
+        }
+        // Nothing says in which order the copies of a batch run.
+        if let Some(text) = meeting(name, ranges)
+            && let Some(dev) = st.devices.get_mut(here.device)
+        {
+            dev.evidence.violate([text]);
         }
         Ok(())
     })
+}
+
+/// Says which two ranges of a batch overlap, at least one of them written.
+fn meeting(name: &str, mut ranges: Vec<(u64, u64, bool)>) -> Option<String> {
+    ranges.sort_unstable();
+    let (mut read_to, mut written_to) = (0, 0);
+    for (start, end, written) in ranges {
+        if start < written_to || (written && start < read_to) {
+            return Some(format!(
+                "overlap: copies of one {name} meet at {start:#x}, and neither is ordered before the other"
+            ));
+        }
+        let reach = if written { &mut written_to } else { &mut read_to };
+        *reach = end.max(*reach);
+    }
+    None
 }
 
 fn copy_2d(call: Call, rectangle: In<Rectangle>, stream: u64, returns: Returns) -> Status {
@@ -189,7 +271,7 @@ fn copy_2d(call: Call, rectangle: In<Rectangle>, stream: u64, returns: Returns) 
         let src = end((r.src_kind, r.src_host, r.src_device), (r.src_x, r.src_y), (r.src_pitch, r.width))?;
         let dst = end((r.dst_kind, r.dst_host, r.dst_device), (r.dst_x, r.dst_y), (r.dst_pitch, r.width))?;
         let (width, height) = (r.width as u64, r.height as u64);
-        let op = CopyOp { what: name, dst, src, width, height, stage: true };
+        let op = CopyOp { what: name, dst, src, width, height, stage: true, batched: false };
         queue(st, here, stream, op, returns)
     })
 }

@@ -1,6 +1,7 @@
 //! Initialisation, versions, errors, entry points by name.
 
 use super::types::{In, Out, Text};
+use crate::state::State;
 use crate::status::{INVALID_VALUE, NO_DEVICE, NOT_FOUND, Res, Status};
 use std::ffi::{CString, c_char, c_void};
 use std::ptr;
@@ -20,14 +21,7 @@ export! {
     }
 
     fn cuDriverGetVersion(call, version: Out<i32>) {
-        call.before_init(|st| {
-            // The version of the machine the thread works on, else of the newest one.
-            let ctx = crate::state::current();
-            let device = st.contexts.get(&ctx).map(|context| context.device);
-            let of = |device: usize| st.devices.get(device).map(|dev| dev.profile.driver_version);
-            let newest = st.devices.iter().map(|dev| dev.profile.driver_version).max();
-            version.set(device.and_then(of).or(newest).unwrap_or(13000))
-        })
+        call.before_init(|st| version.set(driver_version(st)))
     }
 
     fn cuGetErrorName(call, error: Status, text: Out<*const c_char>) {
@@ -40,14 +34,14 @@ export! {
         answer(error, text, crate::status::text(error)).err().unwrap_or(0)
     }
 
-    fn cuGetProcAddress(call, name: Text, address: Out<*mut c_void>, _version: i32, _flags: u64) {
-        call.before_init(|_| address.set(look_up(&name.get()?)?))
+    fn cuGetProcAddress(call, name: Text, address: Out<*mut c_void>, version: i32, _flags: u64) {
+        call.before_init(|st| address.set(look_up(&name.get()?, version, driver_version(st))?))
     }
 
     fn cuGetProcAddress_v2(
-        call, name: Text, address: Out<*mut c_void>, _version: i32, _flags: u64, found: Out<u32>,
+        call, name: Text, address: Out<*mut c_void>, version: i32, _flags: u64, found: Out<u32>,
     ) {
-        call.before_init(|_| match look_up(&name.get()?) {
+        call.before_init(|st| match look_up(&name.get()?, version, driver_version(st)) {
             Ok(function) => {
                 found.set_if(0);
                 address.set(function)
@@ -80,8 +74,29 @@ fn answer(error: Status, text: Out<*const c_char>, found: Option<&'static std::f
     }
 }
 
-/// The exported function of a name: its newest version, as the header's macros pick it.
-fn look_up(name: &str) -> Res<*mut c_void> {
+/// The version of the machine the thread works on, else of the newest one.
+fn driver_version(st: &State) -> i32 {
+    let ctx = crate::state::current();
+    let device = st.contexts.get(&ctx).map(|context| context.device);
+    let of = |device: usize| st.devices.get(device).map(|dev| dev.profile.driver_version);
+    let newest = st.devices.iter().map(|dev| dev.profile.driver_version).max();
+    device.and_then(of).or(newest).unwrap_or(13000)
+}
+
+/// Functions that not every driver has: the CUDA version that brought a signature, and the symbol that has it.
+const DATED: &[(&str, &[(i32, &str)])] =
+    &[("cuMemcpyBatchAsync", &[(13_000, "cuMemcpyBatchAsync_v2"), (BATCHES_FROM, "cuMemcpyBatchAsync")])];
+
+/// The CUDA version that brought `cuMemcpyBatchAsync`.
+pub(super) const BATCHES_FROM: i32 = 12_080;
+
+/// The exported function of a name: for a dated one the newest that both the caller and the driver know, else the newest
+/// version, as the header's macros pick it.
+fn look_up(name: &str, asked: i32, driver: i32) -> Res<*mut c_void> {
+    if let Some((_, versions)) = DATED.iter().find(|(dated, _)| *dated == name) {
+        let known = versions.iter().find(|(from, _)| *from <= asked && *from <= driver).ok_or(NOT_FOUND)?;
+        return symbol(known.1);
+    }
     for version in ["_v4", "_v3", "_v2", ""] {
         // These headers still map the plain name to the first version.
         if version == "_v4" && name == "cuCtxCreate" {

@@ -19,6 +19,10 @@ impl<T> Clone for Out<T> {
 impl<T> Copy for Out<T> {}
 
 impl<T> Out<T> {
+    pub(crate) fn null() -> Self {
+        Self(std::ptr::null_mut())
+    }
+
     /// Writes the answer; a null pointer is an invalid value.
     pub(crate) fn set(self, value: T) -> Res {
         if self.0.is_null() {

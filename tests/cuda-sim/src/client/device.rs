@@ -62,6 +62,12 @@ impl DeviceBuilder {
         self.with(Setting::Late, late.into())
     }
 
+    /// The CUDA version the driver supports (1000 × major + 10 × minor). `cuGetProcAddress` finds no function that is younger,
+    /// and calling it by its symbol is `CUDA_ERROR_NOT_SUPPORTED`: so far that is about `cuMemcpyBatchAsync` (12080).
+    pub fn driver_version(self, version: u32) -> Self {
+        self.with(Setting::DriverVersion, version.into())
+    }
+
     /// The host beside the device, instead of the profile's.
     pub fn host(mut self, figures: HostFigures) -> Self {
         self.host = Some(figures);

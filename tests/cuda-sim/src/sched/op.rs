@@ -65,6 +65,8 @@ pub(crate) struct CopyOp {
     pub(crate) height: u64,
     /// The source may be read at once, as the driver does with small pageable sources.
     pub(crate) stage: bool,
+    /// Came with others in one call, and is not the first of them.
+    pub(crate) batched: bool,
 }
 
 impl CopyOp {
@@ -77,6 +79,7 @@ impl CopyOp {
             width: len,
             height: 1,
             stage: true,
+            batched: false,
         }
     }
 
@@ -189,7 +192,9 @@ fn prepare_copy(st: &mut State, device: usize, op: &CopyOp) -> Res<Prepared> {
         (true, true) => (Route::OnDevice, Tally::D2d, Lane::Thread),
         (false, false) => (Route::OnHost, Tally::None, Lane::Thread),
     };
-    let duration_ns = clock::copy_ns(dev, route, bytes);
+    let apart = op.height > 1 && (op.dst.pitch != op.width || op.src.pitch != op.width);
+    let rows = if apart { op.height } else { 1 };
+    let duration_ns = clock::copy_ns(dev, route, bytes, rows, op.batched);
     let latency_ns = clock::latency_ns(dev);
     let lost = route == Route::Peer && dev.hostility.peer_writes_nothing;
     let small = op.stage && src.is_pageable() && on_device(&dst) && op.height == 1 && bytes <= STAGED;

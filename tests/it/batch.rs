@@ -1,0 +1,828 @@
+//! Batches of small pieces, and rows (field reports R33, R34, R48).
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, LazyLock};
+
+use transfer_tensor::cudarc::driver::{CudaContext, CudaSlice, CudaStream, sys};
+use transfer_tensor::{BatchReport, Device, Error, PoolOptions, Rows, Strategy, TransferTensor};
+
+use crate::machines::{built, drain, on_with, pattern, unseen, xor_on_host};
+use crate::support::{GH200, Gpu, H200, builder};
+
+const KIB: usize = 1 << 10;
+const MIB: usize = 1 << 20;
+
+/// Device memory, all of it one byte.
+fn filled(gpu: &Gpu, bytes: usize, value: u8) -> CudaSlice<u8> {
+    let slice = gpu.stream.clone_htod(&vec![value; bytes]).unwrap();
+    gpu.stream.synchronize().unwrap();
+    slice
+}
+
+fn filled_on(stream: &Arc<CudaStream>, bytes: usize) -> CudaSlice<u8> {
+    let slice = stream.alloc_zeros(bytes).unwrap();
+    stream.synchronize().unwrap();
+    slice
+}
+
+fn on_host(gpu: &Gpu, slice: &CudaSlice<u8>) -> Vec<u8> {
+    gpu.stream.clone_dtoh(slice).unwrap()
+}
+
+/// Pieces of `len` bytes at every second place, the last ones first.
+fn apart(bytes: &[u8], len: usize) -> Vec<(usize, &[u8])> {
+    let mut parts: Vec<_> = bytes.chunks(len).enumerate().map(|(i, piece)| (2 * i * len, piece)).collect();
+    parts.reverse();
+    parts
+}
+
+/// What device memory of `total` bytes of `before` holds after these pieces.
+fn expected(total: usize, before: u8, parts: &[(usize, &[u8])]) -> Vec<u8> {
+    let mut all = vec![before; total];
+    for (start, piece) in parts {
+        all[*start..][..piece.len()].copy_from_slice(piece);
+    }
+    all
+}
+
+/// Brings pieces of `len` bytes to places apart from each other and back; both reports.
+fn there_and_back(gpu: &Gpu, device: &Device, pieces: usize, len: usize) -> Result<[BatchReport; 2], Error> {
+    let bytes = pattern(pieces * len, 5);
+    let parts = apart(&bytes, len);
+    let mut target = filled(gpu, 2 * pieces * len, 7);
+    let mut batch = device.batch(device.stream());
+    batch.upload_parts(&mut target, parts.iter().copied())?;
+    let up = batch.run()?;
+    assert!(on_host(gpu, &target) == expected(2 * pieces * len, 7, &parts), "wrong bytes on the device");
+    let mut back = vec![0; pieces * len];
+    let mut batch = device.batch(device.stream());
+    let places = back.chunks_mut(len).enumerate().map(|(i, piece)| (2 * i * len, piece));
+    batch.download_parts(&target, places.rev())?;
+    let down = batch.run()?;
+    assert!(back == bytes, "wrong bytes on the host");
+    Ok([up, down])
+}
+
+#[test]
+fn pieces_of_any_type_and_size_go_both_ways_in_one_batch() {
+    let gpu = Gpu::any(H200);
+    let stream = &gpu.stream;
+    let mut ints = stream.alloc_zeros::<i64>(1000).unwrap();
+    let mut bytes = stream.alloc_zeros::<u8>(3 * MIB).unwrap();
+    let mut flags = stream.alloc_zeros::<bool>(5).unwrap();
+    let numbers = stream.clone_htod(&[1.5f32, 2.5, 3.5]).unwrap();
+    let mut tensor = gpu.device.tensor().strategy(Strategy::Streamed).zeros::<u16>([10, 10]).unwrap();
+    let other = gpu.device.tensor().strategy(Strategy::Streamed).from_slice(&[9u16; 7], [7]).unwrap();
+    let (many, odd): (Vec<i64>, Vec<u8>) = ((0..1000).map(|i| i * i - 7).collect(), pattern(3 * MIB - 2, 1));
+    let (mut got, mut sevens) = ([0f32; 2], [0u16; 7]);
+    {
+        let mut guard = tensor.device_mut(stream).unwrap();
+        let read = other.device(stream).unwrap();
+        let view = numbers.slice(1..);
+        // The ends of this one stay as they are.
+        let mut middle = bytes.slice_mut(1..3 * MIB - 1);
+        let mut batch = gpu.device.batch(stream);
+        batch.upload(&many, &mut ints).unwrap().upload(&odd, &mut middle).unwrap();
+        batch.upload(&[true, false, true, true, false], &mut flags).unwrap();
+        batch.upload_parts(&mut guard, [(95, &[1u16, 2, 3, 4, 5][..]), (3, &[]), (0, &[6])]).unwrap();
+        batch.download(&view, &mut got).unwrap().download(&read, &mut sevens).unwrap();
+        let report = batch.run().unwrap();
+        assert_eq!((report.pieces, report.bytes), (8, 8000 + 3 * MIB as u64 - 2 + 5 + 12 + 8 + 14));
+    }
+    assert_eq!(stream.clone_dtoh(&ints).unwrap(), many);
+    let all = stream.clone_dtoh(&bytes).unwrap();
+    assert!(all[1..3 * MIB - 1] == odd && (all[0], all[3 * MIB - 1]) == (0, 0));
+    assert_eq!(stream.clone_dtoh(&flags).unwrap(), [true, false, true, true, false]);
+    assert_eq!((got, sevens), ([2.5, 3.5], [9; 7]));
+    let host = tensor.host().unwrap();
+    assert_eq!((host[0], &host[94..]), (6, &[0, 1, 2, 3, 4, 5][..]));
+    drop(host);
+    drop((ints, bytes, flags, numbers, tensor, other));
+    gpu.finish();
+}
+
+/// R34: nothing to do is no driver call, whatever it is made of.
+#[test]
+fn nothing_to_do_makes_no_driver_call() {
+    let gpu = Gpu::any(H200);
+    let mut slice = filled(&gpu, 10, 1);
+    let mut none = slice.slice_mut(3..3);
+    let calls = || gpu.sim.as_ref().map_or(0, |sim| sim.calls().len());
+    let before = calls();
+    assert_eq!(gpu.device.batch(&gpu.stream).run().unwrap(), BatchReport::default());
+    let mut batch = gpu.device.batch(&gpu.stream);
+    batch.upload::<u8, _>(&[], &mut none).unwrap();
+    let report = batch.run().unwrap();
+    assert_eq!((report.pieces, report.bytes, report.copies, report.calls), (1, 0, 0, 0));
+    let mut batch = gpu.device.batch(&gpu.stream);
+    batch.upload_parts::<u8, _>(&mut slice, [(10, &[][..]), (0, &[])]).unwrap();
+    assert_eq!(batch.run().unwrap().pieces, 2);
+    // Dropped, or refused before it began: nothing was done.
+    let bytes = [5u8; 10];
+    let mut batch = gpu.device.batch(&gpu.stream);
+    batch.upload(&bytes, &mut slice).unwrap();
+    assert!(format!("{batch:?}").contains("pieces: 1"));
+    drop(batch);
+    assert_eq!(calls(), before);
+    assert_eq!(on_host(&gpu, &slice), [1; 10]);
+    drop(slice);
+    gpu.finish();
+}
+
+/// R34: 10,000 pieces of 4 KiB.
+#[test]
+fn ten_thousand_scattered_pieces_take_a_call_for_a_round_of_them() {
+    let gpu = Gpu::any(H200);
+    let [up, down] = there_and_back(&gpu, &gpu.device, 10_000, 4 * KIB).unwrap();
+    for report in [up, down] {
+        assert_eq!((report.pieces, report.bytes), (10_000, 40_960_000));
+        // A piece on the border of a round is two copies.
+        assert!((10_000..10_030).contains(&report.copies), "{report:?}");
+    }
+    if let Some(sim) = &gpu.sim {
+        assert!(up.calls <= 20 && down.calls <= 20, "{up:?} {down:?}");
+        assert_eq!(sim.count("cuMemcpyBatchAsync") as u64, up.calls + down.calls);
+        assert_eq!(sim.evidence().copied_h2d_pageable, 2 * 40_960_000, "the test's own");
+    }
+    drain(&gpu.device);
+    gpu.finish();
+}
+
+/// R48: 5,000 pieces of 16 KiB that are neighbours on the device.
+#[test]
+fn neighbours_on_the_device_become_few_copies() {
+    let gpu = Gpu::any(H200);
+    let bytes = pattern(5000 * 16 * KIB, 3);
+    let mut target = filled(&gpu, bytes.len(), 0);
+    for up in [true, false] {
+        let before = gpu.sim.as_ref().map(|sim| sim.count("cuMemcpyHtoDAsync") + sim.count("cuMemcpyDtoHAsync"));
+        let mut back = if up { vec![] } else { vec![0; bytes.len()] };
+        let mut batch = gpu.device.batch(&gpu.stream);
+        if up {
+            // In any order.
+            let parts = bytes.chunks(16 * KIB).enumerate().map(|(i, piece)| (i * 16 * KIB, piece));
+            batch.upload_parts(&mut target, parts.rev()).unwrap();
+        } else {
+            let parts = back.chunks_mut(16 * KIB).enumerate().map(|(i, piece)| (i * 16 * KIB, piece));
+            batch.download_parts(&target, parts).unwrap();
+        }
+        let report = batch.run().unwrap();
+        assert!(report.pieces == 5000 && report.copies <= 64 && report.calls <= 64, "{report:?}");
+        if let (Some(sim), Some(before)) = (&gpu.sim, before) {
+            let copies = sim.count("cuMemcpyHtoDAsync") + sim.count("cuMemcpyDtoHAsync") - before;
+            assert!(copies <= 64 && sim.count("cuMemcpyBatchAsync") == 0, "{copies}");
+        }
+        assert!(if up { on_host(&gpu, &target) == bytes } else { back == bytes });
+    }
+    drop(target);
+    drain(&gpu.device);
+    gpu.finish();
+}
+
+/// Slices that happen to be neighbours are still different allocations, over whose end no copy may reach.
+#[test]
+fn only_neighbours_of_one_allocation_are_copied_together() {
+    let gpu = Gpu::any(H200);
+    let bytes = pattern(400 * KIB, 3);
+    let mut slices: Vec<_> = (0..100).map(|_| filled(&gpu, 4 * KIB, 0)).collect();
+    let mut batch = gpu.device.batch(&gpu.stream);
+    for (slice, piece) in slices.iter_mut().zip(bytes.chunks(4 * KIB)) {
+        batch.upload(piece, slice).unwrap();
+    }
+    let copies = batch.run().unwrap().copies;
+    // A real driver may say that neighbours of one pool are one allocation.
+    assert!(copies == 100 || gpu.sim.is_none(), "{copies}");
+    assert!(slices.iter().zip(bytes.chunks(4 * KIB)).all(|(slice, piece)| on_host(&gpu, slice) == piece));
+    // Views of one are.
+    let mut one = filled(&gpu, 12 * KIB, 0);
+    let (mut left, mut right) = one.split_at_mut(5 * KIB);
+    let mut batch = gpu.device.batch(&gpu.stream);
+    batch.upload(&bytes[..5 * KIB], &mut left).unwrap().upload(&bytes[5 * KIB..12 * KIB], &mut right).unwrap();
+    assert_eq!(batch.run().unwrap().copies, 1);
+    assert!(on_host(&gpu, &one) == bytes[..12 * KIB]);
+    drop((slices, one));
+    drain(&gpu.device);
+    gpu.finish();
+}
+
+/// R34: a driver that lacks the call, or has it and refuses it.
+#[test]
+fn without_the_batch_call_single_copies_do() {
+    const PIECES: u64 = 700;
+    let single = |gpu: Gpu| {
+        let reports = there_and_back(&gpu, &gpu.device, PIECES as usize, 4 * KIB).unwrap();
+        for report in reports {
+            assert!(report.calls == report.copies && report.calls >= PIECES, "{report:?}");
+        }
+        drain(&gpu.device);
+        gpu.finish();
+    };
+    for default in [false, true] {
+        let stream = |context: &Arc<CudaContext>| {
+            if default { context.default_stream() } else { context.new_stream().unwrap() }
+        };
+        let Some(sim) = unseen(H200) else { return };
+        drop(sim);
+        let old = builder(H200).driver_version(12_060).build().unwrap();
+        single(on_with(old, stream));
+        let refuses = builder(H200).build().unwrap();
+        refuses.fail_always("cuMemcpyBatchAsync", 801);
+        single(on_with(refuses, stream));
+        let silent = builder(H200).build().unwrap();
+        silent.fail_always("cuGetProcAddress", 1);
+        single(on_with(silent, stream));
+    }
+}
+
+/// R34: the batch call refuses default streams. Work before and after on them keeps its order.
+#[test]
+fn on_a_default_stream_batches_are_in_its_order() {
+    const PIECES: usize = 100;
+    for per_thread in [false, true] {
+        let gpu = Gpu::on_stream(
+            H200,
+            |context| {
+                if per_thread { context.per_thread_stream() } else { context.default_stream() }
+            },
+        );
+        let [up, down] = there_and_back(&gpu, &gpu.device, PIECES, 4 * KIB).unwrap();
+        if gpu.sim.is_some() {
+            assert_eq!((up.calls, down.calls), (1, 1));
+        }
+        drain(&gpu.device);
+        // A fill before, which is held, and one behind.
+        let (bytes, kernels) = (pattern(PIECES * KIB, 3), gpu.kernels());
+        let mut tensor = gpu.device.tensor().strategy(Strategy::Streamed).zeros::<u8>([2 * PIECES * KIB]).unwrap();
+        drop(tensor.device_mut(&gpu.stream).unwrap());
+        gpu.stream.synchronize().unwrap();
+        let gate = gpu.gate(&gpu.stream);
+        let mut guard = tensor.device_mut(&gpu.stream).unwrap();
+        kernels.fill(&gpu.stream, &mut guard, 9);
+        let mut batch = gpu.device.batch(&gpu.stream);
+        batch.upload_parts(&mut guard, apart(&bytes, KIB)).unwrap();
+        batch.run().unwrap();
+        kernels.xor(&gpu.stream, &mut guard);
+        gate.open();
+        drop(guard);
+        let mut expected = expected(2 * PIECES * KIB, 9, &apart(&bytes, KIB));
+        xor_on_host(&mut expected);
+        assert!(*tensor.host().unwrap() == expected);
+        drop((tensor, kernels));
+        drain(&gpu.device);
+        gpu.finish();
+    }
+}
+
+#[test]
+fn either_signature_of_the_batch_call_will_do() {
+    for version in [12_080, 13_000, 13_010] {
+        let Some(gpu) = built(builder(H200).driver_version(version)) else { return };
+        let [up, down] = there_and_back(&gpu, &gpu.device, 100, 1000).unwrap();
+        assert_eq!((up.calls, down.calls), (1, 1), "{version}");
+        drain(&gpu.device);
+        gpu.finish();
+    }
+}
+
+#[test]
+fn what_is_wrong_with_a_batch_is_said_and_nothing_is_done() {
+    let gpu = Gpu::any(H200);
+    let mut slice = filled(&gpu, 100, 1);
+    let (five, ten) = ([5u8; 5], [6u8; 10]);
+    let mut small = [0u8; 3];
+    let mut batch = gpu.device.batch(&gpu.stream);
+    batch.upload_parts(&mut slice, [(10, &five[..]), (90, &ten), (14, &five)]).unwrap();
+    let error = batch.run().unwrap_err();
+    assert!(error.is_invalid_input(), "{error}");
+    assert!(error.to_string().contains("pieces 0 and 2") && error.to_string().contains("overlap"), "{error}");
+    assert_eq!(on_host(&gpu, &slice), [1; 100]);
+    // A refused piece leaves the batch as it was.
+    let mut second = filled(&gpu, 3, 2);
+    let mut batch = gpu.device.batch(&gpu.stream);
+    batch.upload(&[3u8; 3], &mut second).unwrap();
+    let error = batch.upload_parts(&mut slice, [(0, &five[..]), (96, &five)]).unwrap_err();
+    assert!(error.is_invalid_input() && error.to_string().contains("96..101"), "{error}");
+    let report = batch.run().unwrap();
+    assert_eq!((report.pieces, report.bytes), (1, 3));
+    assert_eq!((on_host(&gpu, &slice), on_host(&gpu, &second)), (vec![1; 100], vec![3; 3]));
+    let mut batch = gpu.device.batch(&gpu.stream);
+    assert!(batch.download(&slice, &mut small).unwrap_err().is_invalid_input());
+    let huge = [(usize::MAX, &five[..])];
+    assert!(gpu.device.batch(&gpu.stream).upload_parts(&mut slice, huge).unwrap_err().is_invalid_input());
+    // The device's bytes are no booleans.
+    let raw = gpu.stream.clone_htod(&[1u8, 0, 2]).unwrap();
+    // SAFETY: as many bytes; whether they are booleans is the question.
+    let flags = unsafe { raw.transmute::<bool>(3) }.unwrap();
+    let mut host = [true; 3];
+    let mut batch = gpu.device.batch(&gpu.stream);
+    batch.download(&flags, &mut host).unwrap();
+    let error = batch.run().unwrap_err();
+    assert!(error.is_invalid_input() && error.to_string().contains("no BOOL"), "{error}");
+    assert_eq!(host, [true; 3]);
+    drop((slice, second, raw));
+    drain(&gpu.device);
+    gpu.finish();
+}
+
+#[test]
+fn a_stream_that_is_captured_or_of_another_context_is_refused() {
+    let gpu = Gpu::any(H200);
+    let mut slice = filled(&gpu, 10, 1);
+    let (bytes, rows) = ([5u8; 10], Rows::new(2, 5));
+    gpu.context.bind_to_thread().unwrap();
+    let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL;
+    // SAFETY: a live stream, and a valid place for the answer.
+    let nodes = unsafe {
+        let (mut graph, mut nodes) = (std::ptr::null_mut(), 0);
+        sys::cuStreamBeginCapture_v2(gpu.stream.cu_stream(), mode).result().unwrap();
+        let mut batch = gpu.device.batch(&gpu.stream);
+        batch.upload(&bytes, &mut slice).unwrap();
+        assert!(batch.run().unwrap_err().is_capturing());
+        assert!(gpu.device.upload_rows(&gpu.stream, &bytes, &rows, &mut slice).unwrap_err().is_capturing());
+        sys::cuStreamEndCapture(gpu.stream.cu_stream(), &raw mut graph).result().unwrap();
+        sys::cuGraphGetNodes(graph, std::ptr::null_mut(), &raw mut nodes).result().unwrap();
+        sys::cuGraphDestroy(graph).result().unwrap();
+        nodes
+    };
+    assert_eq!((nodes, on_host(&gpu, &slice)), (0, vec![1; 10]));
+    if let Some(other) = Gpu::simulated(H200) {
+        let wrong = |result: Result<(), Error>| assert!(result.unwrap_err().is_invalid_input());
+        wrong(other.device.batch(&gpu.stream).run().map(drop));
+        wrong(other.device.batch(&other.stream).upload(&bytes, &mut slice).map(drop));
+        wrong(other.device.upload_rows(&other.stream, &bytes, &rows, &mut slice));
+        wrong(other.device.download_rows(&gpu.stream, &slice, &rows, &mut [0u8; 10]));
+        other.finish();
+    }
+    drop(slice);
+    gpu.finish();
+}
+
+/// Small uploads do not wait for the stream, and the sources are the caller's again.
+#[test]
+fn sources_have_been_read_when_it_returns() {
+    let gpu = Gpu::any(H200);
+    let mut bytes = pattern(MIB, 1);
+    let expected = bytes.clone();
+    let mut target = filled(&gpu, MIB, 0);
+    let upload = |bytes: &[u8], target: &mut CudaSlice<u8>| {
+        let mut batch = gpu.device.batch(&gpu.stream);
+        batch.upload_parts(target, bytes.chunks(10 * KIB).enumerate().map(|(i, piece)| (i * 10 * KIB, piece)))?;
+        batch.run()
+    };
+    // Warm: what is allocated is there.
+    upload(&bytes, &mut target).unwrap();
+    gpu.stream.synchronize().unwrap();
+    drain(&gpu.device);
+    gpu.stream.memset_zeros(&mut target).unwrap();
+    let gate = gpu.gate(&gpu.stream);
+    upload(&bytes, &mut target).unwrap();
+    bytes.fill(0xEE);
+    gate.open();
+    assert!(on_host(&gpu, &target) == expected);
+    drop(target);
+    drain(&gpu.device);
+    gpu.finish();
+}
+
+/// A buffer that the device has yet to read is nobody else's, in this batch and the next.
+#[test]
+fn buffers_go_back_when_the_device_is_done_with_them() {
+    let gpu = Gpu::any(H200);
+    // A pool that keeps what comes back, and hands it out next.
+    let device = Device::builder(&gpu.stream).pool(PoolOptions::new()).build().unwrap();
+    let (first, second) = (pattern(MIB, 1), pattern(3 * MIB, 2));
+    let mut targets = [MIB, 3 * MIB, MIB].map(|bytes| filled(&gpu, bytes, 0));
+    let [a, b, c] = &mut targets;
+    let other = gpu.another_stream();
+    let upload = |stream, bytes: &[u8], target: &mut CudaSlice<u8>| {
+        let mut batch = device.batch(stream);
+        batch.upload(bytes, target).unwrap();
+        batch.run().unwrap();
+    };
+    let long = pattern(7 * MIB, 3);
+    let mut last = filled_on(&other, 7 * MIB);
+    // Warm: a buffer for each that will be in use.
+    let warm = [(); 4].map(|()| device.pool().acquire(2 * MIB).unwrap());
+    drop(warm);
+    upload(&gpu.stream, &first, a);
+    gpu.stream.memset_zeros(a).unwrap();
+    gpu.stream.synchronize().unwrap();
+    drain(&device);
+    let gate = gpu.gate(&gpu.stream);
+    upload(&gpu.stream, &first, a);
+    upload(&other, &second[..MIB], c);
+    // Four rounds through two buffers: the first two have to have passed.
+    let opener = gate.open_later();
+    let mut batch = device.batch(&gpu.stream);
+    batch.upload(&second, b).unwrap();
+    batch.upload(&long, &mut last).unwrap();
+    batch.run().unwrap();
+    assert!(opener.opened(), "a buffer was packed again before it was read");
+    assert!(on_host(&gpu, a) == first && on_host(&gpu, b) == second && on_host(&gpu, c) == second[..MIB]);
+    assert!(on_host(&gpu, &last) == long);
+    drop((targets, last, other));
+    drain(&device);
+    drop(device);
+    drain(&gpu.device);
+    gpu.finish();
+}
+
+/// What cudarc orders by its own events, on other streams, comes after the batch, and the batch after that.
+#[test]
+fn what_cudarc_tracks_comes_after_the_batch() {
+    let gpu = Gpu::any(H200);
+    let other = gpu.another_stream();
+    let bytes = pattern(100 * KIB, 1);
+    let mut slice = filled(&gpu, 200 * KIB, 0);
+    let upload = |slice: &mut CudaSlice<u8>| {
+        let mut batch = gpu.device.batch(&gpu.stream);
+        batch.upload_parts(slice, apart(&bytes, KIB)).unwrap();
+        batch.run().unwrap();
+    };
+    upload(&mut slice);
+    gpu.stream.synchronize().unwrap();
+    drain(&gpu.device);
+    // A write before, on the other stream; a read behind it.
+    let mut copy = filled(&gpu, 200 * KIB, 1);
+    let gate = gpu.gate(&other);
+    other.memset_zeros(&mut slice).unwrap();
+    upload(&mut slice);
+    gate.open();
+    gpu.stream.synchronize().unwrap();
+    let gate = gpu.gate(&gpu.stream);
+    upload(&mut slice);
+    other.memcpy_dtod(&slice, &mut copy).unwrap();
+    gate.open();
+    assert!(on_host(&gpu, &copy) == expected(200 * KIB, 0, &apart(&bytes, KIB)));
+    drop((slice, copy, other));
+    drain(&gpu.device);
+    gpu.finish();
+}
+
+/// Page-locked memory is read and written where it is, and is the caller's again when the batch has run.
+#[test]
+fn long_pieces_in_pinned_memory_are_not_packed() {
+    let gpu = Gpu::any(H200);
+    let bytes = pattern(500 * KIB, 8);
+    let pinned = || gpu.device.tensor().strategy(Strategy::Streamed);
+    let (mut source, mut back) =
+        (pinned().from_slice(&bytes, [500 * KIB]).unwrap(), pinned().from_slice(&bytes, [500 * KIB]).unwrap());
+    let mut target = filled(&gpu, MIB, 0);
+    {
+        let mut host = source.host_mut().unwrap();
+        let opener = gpu.gate(&gpu.stream).open_later();
+        let mut batch = gpu.device.batch(&gpu.stream);
+        // A short piece is packed.
+        let parts =
+            [(0, &host[..100 * KIB]), (600 * KIB, &host[100 * KIB..499 * KIB]), (MIB - 5, &host[499 * KIB..][..5])];
+        batch.upload_parts(&mut target, parts).unwrap();
+        let report = batch.run().unwrap();
+        assert!(opener.opened(), "it is still being read");
+        assert_eq!((report.pieces, report.copies), (3, 3));
+        host.fill(0);
+    }
+    let mut host = back.host_mut().unwrap();
+    host.fill(1);
+    let copied = gpu.sim.as_ref().map(|sim| sim.count("cuMemHostAlloc"));
+    let (head, tail) = host.split_at_mut(100 * KIB);
+    let mut batch = gpu.device.batch(&gpu.stream);
+    batch.download_parts(&target, [(0, head), (600 * KIB, &mut tail[..399 * KIB])]).unwrap();
+    batch.run().unwrap();
+    assert_eq!(copied, gpu.sim.as_ref().map(|sim| sim.count("cuMemHostAlloc")), "nothing to pack");
+    assert!(host[..499 * KIB] == bytes[..499 * KIB] && host[499 * KIB..] == [1; KIB]);
+    assert_eq!(on_host(&gpu, &target)[MIB - 5..], bytes[499 * KIB..][..5]);
+    drop(host);
+    drop((source, back, target));
+    drain(&gpu.device);
+    gpu.finish();
+}
+
+/// Across a coherent link the device reads ordinary memory at full speed: only what is small is packed.
+#[test]
+fn long_pieces_are_not_packed_for_a_coherent_link() {
+    let Some(gpu) = Gpu::simulated(GH200) else { return };
+    let sim = gpu.sim.as_ref().unwrap();
+    let bytes = pattern(12 * MIB, 8);
+    let mut target = filled(&gpu, 12 * MIB, 0);
+    let before = sim.evidence();
+    let mut batch = gpu.device.batch(&gpu.stream);
+    batch.upload_parts(&mut target, [(0, &bytes[..11 * MIB]), (11 * MIB, &bytes[11 * MIB..][..1000])]).unwrap();
+    assert_eq!(batch.run().unwrap().copies, 2);
+    gpu.stream.synchronize().unwrap();
+    let after = sim.evidence();
+    assert_eq!(after.copied_h2d_pageable - before.copied_h2d_pageable, 11 * MIB as u64);
+    assert_eq!(after.copied_h2d_pinned - before.copied_h2d_pinned, 1000);
+    assert!(on_host(&gpu, &target)[..11 * MIB + 1000] == bytes[..11 * MIB + 1000]);
+    drop(target);
+    drain(&gpu.device);
+    gpu.finish();
+}
+
+/// A container, WSL or a budget that allows no pinned memory, or little.
+#[test]
+fn without_pinned_memory_batches_and_rows_are_right() {
+    for refused in [None, Some(2)] {
+        let Some(gpu) = Gpu::simulated(H200) else { return };
+        let sim = gpu.sim.as_ref().unwrap();
+        match refused {
+            None => sim.fail_always("cuMemHostAlloc", 2),
+            // The second buffer is not to be had.
+            Some(nth) => sim.fail_nth("cuMemHostAlloc", nth, 2),
+        }
+        let [up, down] = there_and_back(&gpu, &gpu.device, 1200, 4 * KIB + 1).unwrap();
+        assert!(up.copies >= 1200 && down.copies >= 1200);
+        assert_eq!(refused.is_none(), up.calls == up.copies, "a batch is not promised to take pageable memory");
+        // Long enough to be staged.
+        let bytes = pattern(9 * MIB, 2);
+        let mut target = filled(&gpu, 9 * MIB, 0);
+        let mut batch = gpu.device.batch(&gpu.stream);
+        batch.upload(&bytes, &mut target).unwrap();
+        batch.run().unwrap();
+        let mut back = vec![0; 9 * MIB];
+        let mut batch = gpu.device.batch(&gpu.stream);
+        batch.download(&target, &mut back).unwrap();
+        batch.run().unwrap();
+        assert!(back == bytes);
+        back.fill(0);
+        gpu.device
+            .download_rows(&gpu.stream, &target, &Rows::new(9 * KIB, KIB / 2).device_pitch(KIB), &mut back)
+            .unwrap();
+        assert!(back.chunks(KIB / 2).zip(bytes.chunks(KIB)).all(|(row, all)| row == &all[..KIB / 2]));
+        drop(target);
+        drain(&gpu.device);
+        gpu.finish();
+    }
+}
+
+/// R33: the shapes that were refused or a thousand times slower elsewhere.
+#[test]
+fn strided_shapes_have_the_right_values() {
+    const N: usize = 1024;
+    const LONG: usize = 1 << 20;
+    let gpu = Gpu::any(H200);
+    let stream = &gpu.stream;
+    let values: Vec<f32> = (0..2 * LONG).map(|i| i as f32).collect();
+    let mut target = stream.alloc_zeros::<f32>(LONG).unwrap();
+    let mut upload = |source: &[f32], rows: Rows, expected: &dyn Fn(usize) -> f32| {
+        gpu.device.upload_rows(stream, source, &rows, &mut target).unwrap();
+        let got = stream.clone_dtoh(&target).unwrap();
+        assert!(got.iter().enumerate().all(|(i, &value)| value == expected(i)), "{rows:?}");
+        // And back to the same places.
+        let mut back = vec![-1f32; source.len()];
+        gpu.device.download_rows(stream, &target, &rows, &mut back).unwrap();
+        assert_eq!(back.iter().filter(|&&value| value >= 0.0).count(), LONG, "{rows:?}");
+        assert!(back.iter().zip(source).all(|(&got, &sent)| got < 0.0 || got == sent), "{rows:?}");
+    };
+    // .t() of a square, a column, a row slice, and a block of columns.
+    upload(&values[..LONG], Rows::new(N, N).host_pitch(1).host_step(N), &|i| ((i % N) * N + i / N) as f32);
+    upload(&values[1..], Rows::new(LONG, 1).host_pitch(2), &|i| (2 * i + 1) as f32);
+    upload(&values[LONG..], Rows::new(1, LONG), &|i| (LONG + i) as f32);
+    upload(&values[7..], Rows::new(LONG / 16, 16).host_pitch(32), &|i| (7 + i / 16 * 32 + i % 16) as f32);
+    // One row, many times.
+    gpu.device.upload_rows(stream, &values[..N], &Rows::new(N, N).host_pitch(0), &mut target).unwrap();
+    let got = stream.clone_dtoh(&target).unwrap();
+    assert!(got.iter().enumerate().all(|(i, &value)| value == (i % N) as f32));
+    drop(target);
+    drain(&gpu.device);
+    gpu.finish();
+}
+
+/// Rows apart on the device: wide ones by the two-dimensional copy, narrow ones with what lies between, or not at all.
+#[test]
+fn rows_apart_on_the_device_go_the_way_that_is_fast() {
+    let gpu = Gpu::any(H200);
+    let count = |call: &str| gpu.sim.as_ref().map_or(0, |sim| sim.count(call));
+    for (rows, width, pitch, two_d) in
+        [(5000, 600, 1000, 4), (3, 3 * MIB, 4 * MIB, 0), (64, 4, 2000, 2), (100, 511, 511, 0), (1, 7, 9, 0)]
+    {
+        let (bytes, total) = (pattern(rows * (width + 1), 4), rows * pitch);
+        let mut target = filled(&gpu, total, 9);
+        let how = Rows::new(rows, width).host_pitch(width + 1).device_pitch(pitch);
+        let before = count("cuMemcpy2DAsync");
+        gpu.device.upload_rows(&gpu.stream, &bytes, &how, &mut target).unwrap();
+        let mut expected = vec![9; total];
+        for (row, target) in bytes.chunks(width + 1).zip(expected.chunks_mut(pitch)) {
+            target[..width].copy_from_slice(&row[..width]);
+        }
+        assert!(on_host(&gpu, &target) == expected, "{how:?}");
+        let mut back = vec![3; bytes.len()];
+        gpu.device.download_rows(&gpu.stream, &target, &how, &mut back).unwrap();
+        for (row, sent) in back.chunks(width + 1).zip(bytes.chunks(width + 1)) {
+            assert!(row[..width] == sent[..width] && row[width] == 3, "{how:?}");
+        }
+        if gpu.sim.is_some() {
+            assert_eq!(count("cuMemcpy2DAsync") - before, two_d, "{how:?}");
+        }
+        drop(target);
+    }
+    // A column of the device's: eight times as many bytes are brought over, not more.
+    let values: Vec<u32> = (0..80_000).collect();
+    let mut target = gpu.stream.clone_htod(&values).unwrap();
+    let mut column = vec![0; 10_000];
+    gpu.device
+        .download_rows(&gpu.stream, &target.slice(7..), &Rows::new(10_000, 1).device_pitch(8), &mut column)
+        .unwrap();
+    assert!(column.iter().enumerate().all(|(i, &value)| value as usize == 8 * i + 7));
+    let far = Rows::new(8_000, 1).device_pitch(10);
+    let error = gpu.device.download_rows(&gpu.stream, &target, &far, &mut column).unwrap_err();
+    assert!(error.is_non_contiguous() && error.to_string().contains("[8000, 1] with strides [10, 1]"), "{error}");
+    let error = gpu.device.upload_rows(&gpu.stream, &column, &far, &mut target).unwrap_err();
+    assert!(error.is_non_contiguous(), "{error}");
+    drop(target);
+    drain(&gpu.device);
+    gpu.finish();
+}
+
+#[test]
+fn wide_rows_in_pinned_memory_are_copied_where_they_are() {
+    let gpu = Gpu::any(H200);
+    let bytes = pattern(MIB, 2);
+    let mut pinned = gpu.device.tensor().strategy(Strategy::Streamed).from_slice(&bytes, [MIB]).unwrap();
+    let mut target = filled(&gpu, MIB, 0);
+    let mut host = pinned.host_mut().unwrap();
+    let rows = Rows::new(1000, 600).host_pitch(1000).device_pitch(800);
+    let opener = gpu.gate(&gpu.stream).open_later();
+    gpu.device.upload_rows(&gpu.stream, &host, &rows, &mut target).unwrap();
+    assert!(opener.opened(), "it is still being read");
+    host.fill(0);
+    gpu.device.download_rows(&gpu.stream, &target, &rows, &mut host).unwrap();
+    for (got, sent) in host.chunks(1000).zip(bytes.chunks(1000)).take(1000) {
+        assert!(got[..600] == sent[..600] && got[600..] == [0; 400]);
+    }
+    if let Some(sim) = &gpu.sim {
+        assert_eq!(sim.count("cuMemcpy2DAsync"), 2);
+        assert_eq!(sim.evidence().copied_h2d_pinned, 600_000);
+    }
+    drop(host);
+    drop((pinned, target));
+    drain(&gpu.device);
+    gpu.finish();
+}
+
+#[test]
+fn what_is_wrong_with_rows_is_said() {
+    let gpu = Gpu::any(H200);
+    let mut target = filled(&gpu, 100, 1);
+    let mut host = [0u8; 50];
+    let mut refuse = |rows: Rows, down: bool, words: &str| {
+        let result = match down {
+            false => gpu.device.upload_rows(&gpu.stream, &host, &rows, &mut target),
+            true => gpu.device.download_rows(&gpu.stream, &target, &rows, &mut host),
+        };
+        let error = result.expect_err(words);
+        assert!(error.is_invalid_input() && error.to_string().contains(words), "{error}");
+    };
+    refuse(Rows::new(6, 10), false, "0..60 is outside of 0..50");
+    refuse(Rows::new(5, 10).device_pitch(23), false, "0..102 is outside of 0..100");
+    refuse(Rows::new(5, 10).device_pitch(9), false, "overlap");
+    refuse(Rows::new(5, 10).host_pitch(9), true, "overlap");
+    refuse(Rows::new(5, 10).host_step(0), true, "overlap");
+    refuse(Rows::new(usize::MAX, 10), false, "overflow");
+    refuse(Rows::new(3, 10).host_pitch(usize::MAX), true, "overflow");
+    let calls = gpu.sim.as_ref().map_or(0, |sim| sim.calls().len());
+    for rows in [Rows::new(0, 10), Rows::new(10, 0), Rows::new(0, 0)] {
+        gpu.device.upload_rows(&gpu.stream, &host, &rows, &mut target).unwrap();
+        gpu.device.download_rows(&gpu.stream, &target, &rows, &mut host).unwrap();
+    }
+    assert_eq!(gpu.sim.as_ref().map_or(0, |sim| sim.calls().len()), calls, "nothing to do");
+    drop(target);
+    gpu.finish();
+}
+
+/// What [`Ends::everything`] goes between.
+struct Ends {
+    small: &'static [u8],
+    long: &'static [u8],
+    pinned: TransferTensor<u8>,
+    targets: [CudaSlice<u8>; 3],
+}
+
+impl Ends {
+    fn new(gpu: &Gpu) -> Self {
+        // More than two rounds, and as long as is staged.
+        static SMALL: LazyLock<Vec<u8>> = LazyLock::new(|| pattern(4 * MIB + 1, 1));
+        static LONG: LazyLock<Vec<u8>> = LazyLock::new(|| pattern(8 * MIB, 2));
+        let (small, long) = (&SMALL[..], &LONG[..]);
+        let pinned =
+            gpu.device.tensor().strategy(Strategy::Streamed).from_slice(&long[..100 * KIB], [100 * KIB]).unwrap();
+        let targets = [9 * MIB, 8 * MIB, 100 * KIB].map(|bytes| filled(gpu, bytes, 0));
+        Self { small, long, pinned, targets }
+    }
+
+    /// Several rounds both ways, a long block, pinned pieces, and rows; checked whenever it returns.
+    fn everything(&mut self, gpu: &Gpu) -> Result<(), Error> {
+        const PIECE: usize = 20 * KIB + 3;
+        let (stream, [a, b, c]) = (&gpu.stream, &mut self.targets);
+        {
+            let host = self.pinned.host()?;
+            let mut batch = gpu.device.batch(stream);
+            batch.upload_parts(a, apart(self.small, PIECE))?;
+            batch.upload(self.long, b)?.upload(&host, c)?;
+            batch.run()?;
+        }
+        let (mut small, mut long) = (vec![0; self.small.len()], vec![0; self.long.len()]);
+        let mut batch = gpu.device.batch(stream);
+        batch.download_parts(a, small.chunks_mut(PIECE).enumerate().map(|(i, piece)| (2 * i * PIECE, piece)))?;
+        batch.download(b, &mut long)?;
+        batch.run()?;
+        assert!(small == self.small && long == self.long, "wrong bytes");
+        let rows = Rows::new(3000, 600).device_pitch(1000);
+        gpu.device.upload_rows(stream, self.small, &rows, b)?;
+        gpu.device.download_rows(stream, b, &rows, &mut long)?;
+        assert!(long[..1_800_000] == small[..1_800_000], "wrong rows");
+        Ok(())
+    }
+}
+
+/// R77 for batches and rows: whichever call fails, before or after its work, nothing is in flight when the error comes out,
+/// nothing is leaked, and the next batch is right.
+#[test]
+fn batches_survive_the_failure_of_any_call() {
+    const OURS: [&str; 12] = [
+        "cuMemcpyHtoDAsync",
+        "cuMemcpyDtoHAsync",
+        "cuMemcpyBatchAsync",
+        "cuMemcpy2DAsync",
+        "cuMemHostAlloc",
+        "cuGetProcAddress",
+        "cuPointerGetAttribute",
+        "cuStreamIsCapturing",
+        "cuStreamWaitEvent",
+        "cuStreamSynchronize",
+        "cuEventRecord",
+        "cuEventQuery",
+    ];
+    let Some(gpu) = Gpu::simulated(H200) else { return };
+    let sim = gpu.sim.as_ref().unwrap();
+    let mut ends = Ends::new(&gpu);
+    sim.clear_calls();
+    ends.everything(&gpu).unwrap();
+    drain(&gpu.device);
+    let mut calls = BTreeMap::<_, u64>::new();
+    for name in OURS {
+        calls.insert(name, sim.count(name) as u64);
+    }
+    assert!(calls.values().filter(|&&times| times > 0).count() > 9, "{calls:?}");
+    for (call, times) in calls {
+        // A polled event is asked as often as time makes it.
+        let times = if call == "cuEventQuery" { times.min(4) } else { times };
+        for (nth, after) in (1..=times).flat_map(|nth| [(nth, false), (nth, true)]) {
+            let what = format!("{call} {nth} of {times}, after its work: {after}");
+            let gpu = Gpu::simulated(H200).unwrap();
+            let sim = gpu.sim.as_ref().unwrap();
+            let mut ends = Ends::new(&gpu);
+            match after {
+                false => sim.fail_nth(call, nth, 999),
+                true => sim.fail_nth_after(call, nth, 999),
+            }
+            if let Err(error) = ends.everything(&gpu) {
+                assert_eq!(error.driver_code(), Some(999), "{what}: {error}");
+            }
+            sim.clear_failures();
+            gpu.context.check_err().unwrap_or_else(|error| panic!("{what}: parked {:?}", error.0));
+            ends.everything(&gpu).unwrap_or_else(|error| panic!("{what}: the next batch: {error}"));
+            drop(ends);
+            drain(&gpu.device);
+            assert_eq!(sim.violations(), Vec::<String>::new(), "{what}");
+            // What was allocated although the driver said no is lost; and a buffer whose event could not be asked for is kept for
+            // ever, and counted.
+            let lost = after && call == "cuMemHostAlloc" || call == "cuEventQuery" && gpu.device.stats().leaked > 0;
+            if !lost {
+                println!("{what}");
+                gpu.finish();
+            }
+        }
+    }
+}
+
+/// What was submitted before a call failed has run when the error comes out.
+#[test]
+fn a_batch_that_fails_half_way_is_drained_before_its_error() {
+    for (call, nth) in [("cuMemcpyBatchAsync", 2), ("cuEventRecord", 2), ("cuMemcpyBatchAsync", 3)] {
+        let Some(gpu) = Gpu::simulated(H200) else { return };
+        let sim = gpu.sim.as_ref().unwrap();
+        let bytes = pattern(3 * MIB, 7);
+        let parts = apart(&bytes, 10 * KIB);
+        let (mut target, mut back) = (filled(&gpu, 6 * MIB, 0), vec![0; 3 * MIB]);
+        let opener = gpu.gate(&gpu.stream).open_later();
+        sim.fail_nth(call, nth, 999);
+        let mut batch = gpu.device.batch(&gpu.stream);
+        batch.upload_parts(&mut target, parts.iter().copied()).unwrap();
+        let up = batch.run();
+        let error = match up {
+            Err(error) => error,
+            // The third is the download's first.
+            Ok(_) => {
+                let mut batch = gpu.device.batch(&gpu.stream);
+                batch.download_parts(&target, back.chunks_mut(10 * KIB).map(|piece| (0, piece))).unwrap();
+                batch.run().unwrap_err()
+            }
+        };
+        assert_eq!(error.driver_code(), Some(999), "{call}: {error}");
+        assert!(opener.opened(), "{call}: the error came while the first round was on its way");
+        sim.clear_failures();
+        drop(target);
+        drain(&gpu.device);
+        gpu.finish();
+    }
+}
