@@ -7,7 +7,7 @@ use crate::os::HUGE_PAGE;
 use crate::plan::Tuning;
 
 /// A thread that is woken for less costs more than it brings.
-const WORTH_A_THREAD: usize = 512 << 10;
+const WORTH_A_THREAD: usize = 3 << 20;
 
 /// No piece of several is smaller: each costs the driver some microseconds.
 const SMALLEST: usize = 256 << 10;
@@ -31,7 +31,7 @@ pub(crate) struct Pieces {
 impl Pieces {
     /// `phase` bytes lie before the first good place to cut; no piece is larger than `largest`.
     pub(crate) fn new(bytes: usize, phase: usize, tuning: &Tuning, largest: usize) -> Self {
-        let threads = (bytes / WORTH_A_THREAD).clamp(1, tuning.threads.max(1));
+        let threads = (1 + bytes / WORTH_A_THREAD).min(tuning.threads.max(1));
         let largest = tuning.chunk.min(largest).max(1);
         Self { bytes, phase: phase % HUGE_PAGE, largest, threads }
     }

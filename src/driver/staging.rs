@@ -308,7 +308,8 @@ impl Staging {
 
     /// Does the pieces with several threads; where the first begins that nobody could do for want of slots.
     fn share(&self, pieces: Pieces, way: Way, stream: &Stream, join: bool, work: Box<dyn Work>) -> Result<usize> {
-        let lanes = Context::LANES.min(pieces.threads);
+        let lanes =
+            std::env::var("TT_LANES").ok().and_then(|l| l.parse().ok()).unwrap_or(Context::LANES).min(pieces.threads);
         let lanes = (0..lanes).map(|lane| self.context.lane(way, lane)).collect::<Result<Vec<_>>>()?;
         let start = Event::record(&self.context, stream)?;
         lanes.iter().try_for_each(|lane| lane.wait_for(&start))?;
