@@ -5,7 +5,7 @@
 use std::ops::Range;
 
 use crate::copy::STAGED_PIECE;
-use crate::copy::pieces::Pieces;
+use crate::copy::pieces::Blocks;
 use crate::error::{Error, Kind, Result};
 use crate::plan::Tuning;
 
@@ -157,20 +157,10 @@ impl Layout {
     }
 }
 
-/// A long block is staged in no more pieces than this, or than one for each 1.25 MiB.
-const MOST_PIECES: usize = 32;
-
-/// How a long block is staged: with as many threads as that leaves (each makes for more pieces), and in how many pieces.
-pub(crate) fn staged(bytes: usize, mut tuning: Tuning) -> (Tuning, u64) {
-    let count = |tuning: &Tuning| {
-        let (pieces, mut at) = (Pieces::new(bytes, 0, tuning, STAGED_PIECE), 0);
-        std::iter::from_fn(move || pieces.at(at).inspect(|piece| at = piece.end)).count()
-    };
-    let most = MOST_PIECES.max(bytes / (5 << 18));
-    while tuning.threads > 1 && count(&tuning) > most {
-        tuning.threads -= 1;
-    }
-    (tuning, count(&tuning) as u64)
+/// In how many copies a long block is staged.
+pub(crate) fn staged(bytes: usize, tuning: &Tuning) -> u64 {
+    let blocks = Blocks::new(bytes, tuning, STAGED_PIECE);
+    (0..).take_while(|&index| blocks.block(index).is_some()).count() as u64
 }
 
 #[cfg(test)]
@@ -256,11 +246,11 @@ mod tests {
 
     /// R48: 5,000 pieces of 16 KiB, on machines with few and many CPUs.
     #[test]
-    fn a_long_block_takes_few_pieces_whatever_the_machine() {
+    fn a_long_block_takes_few_copies_whatever_the_machine() {
         for cores in 1..40 {
             let tuning = Tuning::built_in(crate::platform::MemoryModel::Discrete, cores);
-            let (tuning, pieces) = staged(5000 * (16 << 10), tuning);
-            assert!(pieces <= 64 && tuning.threads >= cores.min(4), "{cores} CPUs: {tuning:?}, {pieces} pieces");
+            let copies = staged(5000 * (16 << 10), &tuning);
+            assert!(copies <= 64, "{cores} CPUs: {copies} copies");
         }
     }
 

@@ -226,8 +226,7 @@ mod tests {
     #[test]
     fn threads_double_up_to_what_there_is() {
         let all: Vec<_> = [0, 1, 2, 6, 8, 16, 72].map(threads).into();
-        let expected: [&[usize]; 7] =
-            [&[1], &[1], &[1, 2], &[1, 2, 4, 6], &[1, 2, 4, 8], &[1, 2, 4, 8, 12], &[1, 2, 4, 8, 12]];
+        let expected: [&[usize]; 7] = [&[1], &[1], &[1, 2], &[1, 2, 4, 6], &[1, 2, 4, 8], &[1, 2, 4, 8], &[1, 2, 4, 8]];
         assert_eq!(all, expected);
     }
 }

@@ -9,43 +9,72 @@ use crate::plan::Tuning;
 /// A thread that is woken for less costs more than it brings.
 const WORTH_A_THREAD: usize = 3 << 20;
 
-/// No piece of several is smaller: each costs the driver some microseconds.
-const SMALLEST: usize = 256 << 10;
+/// What one thread does at a time of a block.
+const PART: usize = 512 << 10;
 
-/// From this size on pieces end where huge pages do, so that two threads do not make one page.
-const WHOLE_PAGES: usize = HUGE_PAGE;
+/// The first block is small, so that the link has something to do soon.
+const FIRST: usize = 1 << 20;
 
-/// The pieces of a copy, taken one after the other, and the threads for it.
-///
-/// The first ones are small, so that the link has something to do at once and every thread gets one soon; the last ones are
-/// too, so that no thread is late. Between them they have the full size.
+/// How a copy is cut: into blocks, each of which travels as one, and these into parts, which threads fill or empty side by
+/// side. So the link gets pieces that are worth its while, the driver few calls, and a block is ready soon.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Pieces {
+pub(crate) struct Blocks {
     bytes: usize,
-    phase: usize,
-    largest: usize,
+    first: usize,
+    second: usize,
+    block: usize,
+    part: usize,
     /// The caller's among them.
     pub(crate) threads: usize,
 }
 
-impl Pieces {
-    /// `phase` bytes lie before the first good place to cut; no piece is larger than `largest`.
-    pub(crate) fn new(bytes: usize, phase: usize, tuning: &Tuning, largest: usize) -> Self {
+impl Blocks {
+    /// No block is larger than `largest`.
+    pub(crate) fn new(bytes: usize, tuning: &Tuning, largest: usize) -> Self {
+        let block = tuning.chunk.min(largest).max(1);
         let threads = (1 + bytes / WORTH_A_THREAD).min(tuning.threads.max(1));
-        let largest = tuning.chunk.min(largest).max(1);
-        Self { bytes, phase: phase % HUGE_PAGE, largest, threads }
+        Self { bytes, first: FIRST.min(block), second: (2 * FIRST).min(block), block, part: PART.min(block), threads }
     }
 
-    /// The piece that begins at `start`; `None` at the end.
-    pub(crate) fn at(&self, start: usize) -> Option<Range<usize>> {
-        let rest = self.bytes.checked_sub(start).filter(|&rest| rest > 0)?;
-        let size = (start / self.threads).min(rest / (2 * self.threads)).max(SMALLEST).min(self.largest);
-        let mut end = start.saturating_add(size).min(self.bytes);
-        if size >= WHOLE_PAGES && end < self.bytes {
-            let over = (end.wrapping_sub(self.phase)) % HUGE_PAGE;
-            end -= if over < size { over } else { 0 };
+    /// Parts are huge pages, of which the first begins `phase` bytes in: no two threads make the same page.
+    pub(crate) fn by_huge_pages(mut self, phase: usize) -> Self {
+        if self.block >= HUGE_PAGE {
+            let phase = phase % HUGE_PAGE;
+            (self.first, self.second) = (if phase > 0 { phase } else { HUGE_PAGE }, HUGE_PAGE);
+            (self.block, self.part) = (self.block / HUGE_PAGE * HUGE_PAGE, HUGE_PAGE);
         }
-        Some(start..end)
+        self
+    }
+
+    /// How many blocks should be under way: those that the threads are at, two that travel, one between.
+    pub(crate) fn under_way(&self) -> usize {
+        (self.threads * self.part).div_ceil(self.block) + 3
+    }
+
+    /// Block `index`; `None` behind the last.
+    pub(crate) fn block(&self, index: usize) -> Option<Range<usize>> {
+        let start = match index {
+            0 => 0,
+            1 => self.first,
+            _ => index.checked_sub(2)?.checked_mul(self.block)?.checked_add(self.first + self.second)?,
+        };
+        let size = match index {
+            0 => self.first,
+            1 => self.second,
+            _ => self.block,
+        };
+        (start < self.bytes).then(|| start..self.bytes.min(start.saturating_add(size)))
+    }
+
+    /// How many parts a block has.
+    pub(crate) fn parts(&self, block: &Range<usize>) -> usize {
+        block.len().div_ceil(self.part)
+    }
+
+    /// Part `index` of a block.
+    pub(crate) fn part(&self, block: &Range<usize>, index: usize) -> Range<usize> {
+        let start = block.start.saturating_add(index.saturating_mul(self.part)).min(block.end);
+        start..block.end.min(start.saturating_add(self.part))
     }
 }
 
@@ -89,21 +118,32 @@ mod tests {
 
     proptest! {
         #[test]
-        fn pieces_cover_everything_once(
+        fn parts_cover_everything_once(
             bytes in 0usize..(64 << 20), phase in 0usize..(4 << 20), threads in 0usize..20, chunk in 0usize..(8 << 20),
-            largest in 1usize..(8 << 20),
+            largest in 1usize..(8 << 20), huge: bool,
         ) {
-            let largest = largest.max(bytes / 1000);
-            let pieces = Pieces::new(bytes, phase, &tuning(threads, chunk.max(bytes / 1000)), largest);
-            let mut end = 0;
-            while let Some(piece) = pieces.at(end) {
-                prop_assert_eq!(piece.start, end);
-                prop_assert!(!piece.is_empty() && piece.len() <= largest);
-                end = piece.end;
+            let least = 1 + bytes / 200;
+            let (chunk, largest) = (chunk.max(least), largest.max(least));
+            let mut blocks = Blocks::new(bytes, &tuning(threads, chunk), largest);
+            if huge {
+                blocks = blocks.by_huge_pages(phase);
+            }
+            let (mut end, mut index) = (0, 0);
+            while let Some(block) = blocks.block(index) {
+                prop_assert!(block.start == end && block.len() <= largest);
+                for part in 0..blocks.parts(&block) {
+                    let part = blocks.part(&block, part);
+                    prop_assert!(part.start == end && !part.is_empty());
+                    if huge && blocks.block >= HUGE_PAGE && part.end < bytes {
+                        prop_assert_eq!(part.end % HUGE_PAGE, phase % HUGE_PAGE);
+                    }
+                    end = part.end;
+                }
+                prop_assert_eq!(block.end, end);
+                index += 1;
             }
             prop_assert_eq!(end, bytes);
-            prop_assert_eq!(pieces.at(usize::MAX), None);
-            prop_assert!(pieces.threads >= 1 && pieces.threads <= threads.max(1));
+            prop_assert!(blocks.threads >= 1 && blocks.threads <= threads.max(1) && blocks.under_way() >= 4);
         }
 
         #[test]
@@ -132,18 +172,10 @@ mod tests {
     }
 
     #[test]
-    fn large_pieces_end_with_huge_pages_and_the_first_and_last_are_small() {
-        let pieces = Pieces::new(256 << 20, 4096, &tuning(4, 4 << 20), 4 << 20);
-        let mut all = Vec::new();
-        while let Some(piece) = pieces.at(all.last().map_or(0, |piece: &Range<usize>| piece.end)) {
-            all.push(piece);
-        }
-        assert!(all.iter().take(4).chain(all.last()).all(|piece| piece.len() <= SMALLEST));
-        let full = all.iter().filter(|piece| piece.len() > 3 << 20).count();
-        assert!(
-            full > 50 && all.iter().filter(|piece| piece.len() > 3 << 20).all(|piece| piece.end % HUGE_PAGE == 4096)
-        );
-        // Whatever the size.
-        assert!(Pieces::new(usize::MAX, 1, &tuning(4, 4 << 20), 4 << 20).at(usize::MAX - 1).is_some());
+    fn the_largest_sizes_do_not_overflow() {
+        let blocks = Blocks::new(usize::MAX, &tuning(4, 4 << 20), 4 << 20);
+        assert_eq!(blocks.block(usize::MAX), None);
+        let last = (usize::MAX - (3 << 20)) / (4 << 20) + 2;
+        assert_eq!(blocks.block(last).map(|block| block.end), Some(usize::MAX));
     }
 }

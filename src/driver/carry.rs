@@ -47,7 +47,7 @@ impl Device {
     pub(crate) unsafe fn stage_down(&self, sink: &dyn Sink, source: u64, bytes: usize, stream: &Stream) -> Result<()> {
         let _range = crate::trace::range(c"stage down", bytes);
         // SAFETY: the caller's.
-        unsafe { self.staging().down(sink, 0, source, bytes, &self.tuning(), stream) }
+        unsafe { self.staging().down(sink, None, source, bytes, &self.tuning(), stream) }
     }
 
     /// Brings ordinary host memory to the device, in the order of `stream`, the way that is fastest for its size. On return
@@ -69,11 +69,19 @@ impl Device {
         }
     }
 
-    /// Brings the device's bytes to ordinary host memory, in the order of `stream`; done when it returns.
+    /// Brings the device's bytes to ordinary host memory, in the order of `stream`; done when it returns. `fresh`: nobody has
+    /// touched that memory yet.
     ///
     /// # Safety
     /// `target` is writable for `bytes` bytes, and nobody looks there during the call; as [`Staging::down`].
-    pub(crate) unsafe fn copy_down(&self, target: *mut u8, source: u64, bytes: usize, stream: &Stream) -> Result<()> {
+    pub(crate) unsafe fn copy_down(
+        &self,
+        target: *mut u8,
+        fresh: bool,
+        source: u64,
+        bytes: usize,
+        stream: &Stream,
+    ) -> Result<()> {
         if self.copies_pageable() {
             // SAFETY: the caller's; the wait ends the copy before the target is looked at.
             let submitted = unsafe { copy::device_to_host(target, source, bytes, stream) };
@@ -82,7 +90,10 @@ impl Device {
         // SAFETY: the caller's.
         match unsafe { HostSink::new(target, bytes) } {
             // SAFETY: the caller's.
-            Some(sink) => unsafe { self.staging().down(&sink, sink.phase(), source, bytes, &self.tuning(), stream) },
+            Some(sink) => unsafe {
+                let fresh = fresh.then(|| sink.phase());
+                self.staging().down(&sink, fresh, source, bytes, &self.tuning(), stream)
+            },
             None => Ok(()),
         }
     }

@@ -20,7 +20,7 @@ const IDLE_EVENTS: usize = 1024;
 pub(crate) struct Context {
     cuda: Arc<CudaContext>,
     idle: Mutex<Vec<RawEvent>>,
-    copy_streams: Mutex<[[Option<Arc<OwnedStream>>; Context::LANES]; 2]>,
+    copy_streams: Mutex<[Option<Arc<OwnedStream>>; 2]>,
     counters: Counters,
     batches: OnceLock<BatchCall>,
 }
@@ -52,9 +52,6 @@ pub(crate) enum Way {
 }
 
 impl Context {
-    /// Streams that the pieces of one staged copy are spread over: the next is ready when one has gone.
-    pub(crate) const LANES: usize = 4;
-
     pub(crate) fn new(cuda: Arc<CudaContext>) -> Arc<Self> {
         Arc::new(Self {
             cuda,
@@ -146,13 +143,8 @@ impl Context {
     /// The stream that carries copies one way. Made with a raw call: cudarc's `new_stream` would switch the caller's
     /// context to multi-stream mode, which costs him two driver calls for each use of a slice.
     pub(crate) fn copy_stream(self: &Arc<Self>, way: Way) -> Result<Stream> {
-        self.lane(way, 0)
-    }
-
-    /// One of the [`LANES`](Context::LANES) streams that carry the pieces of one copy.
-    pub(crate) fn lane(self: &Arc<Self>, way: Way, lane: usize) -> Result<Stream> {
         let mut streams = self.copy_streams.lock();
-        let slot = &mut streams[way as usize][lane % Self::LANES];
+        let slot = &mut streams[way as usize];
         let owned = match slot {
             Some(owned) => owned.clone(),
             None => slot.insert(Arc::new(OwnedStream::new(&self.cuda)?)).clone(),

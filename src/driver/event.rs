@@ -58,6 +58,11 @@ impl Event {
     /// The context faulted.
     pub(crate) fn query(&self) -> Result<bool> {
         let _bound = self.context.enter()?;
+        self.query_bound()
+    }
+
+    /// As [`query`](Event::query), where the caller has entered the context.
+    pub(super) fn query_bound(&self) -> Result<bool> {
         // SAFETY: the handle is alive and was recorded.
         match unsafe { sys::cuEventQuery(self.handle()) } {
             sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),

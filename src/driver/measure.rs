@@ -314,7 +314,7 @@ impl Rig {
                     }
                     Way::Down => {
                         let sink = HostSink::new(host, bytes).ok_or_else(gone)?;
-                        device.staging().down(&sink, sink.phase(), address, bytes, tuning, stream)?;
+                        device.staging().down(&sink, None, address, bytes, tuning, stream)?;
                     }
                 }
             }

@@ -13,6 +13,7 @@ pub(crate) mod memory;
 pub(crate) mod pending;
 pub(crate) mod pieces;
 pub(crate) mod probe;
+mod ring;
 pub(crate) mod rows;
 pub(crate) mod slots;
 pub(crate) mod staging;

@@ -390,7 +390,7 @@ impl Transfer<'_> {
                     let sink = packed(block.packed.start);
                     let (bytes, tuning) = (block.packed.len(), self.staged(&block));
                     // SAFETY: the block is borrowed device memory of that length.
-                    unsafe { self.device.staging().down(&sink, 0, block.address, bytes, &tuning, self.stream)? };
+                    unsafe { self.device.staging().down(&sink, None, block.address, bytes, &tuning, self.stream)? };
                 }
                 Part::Packed(range) => {
                     let Self { device, stream, slots, counted } = self;
@@ -440,11 +440,12 @@ impl Transfer<'_> {
         layout.parts(if staged { LONG } else { usize::MAX })
     }
 
-    /// How a long block is staged, which is counted.
+    /// How a long block is staged; its copies are counted.
     fn staged(&mut self, block: &Block) -> Tuning {
-        let (tuning, pieces) = staged(block.packed.len(), self.device.tuning());
-        self.counted.copies += pieces;
-        self.counted.calls += pieces;
+        let tuning = self.device.tuning();
+        let copies = staged(block.packed.len(), &tuning);
+        self.counted.copies += copies;
+        self.counted.calls += copies;
         tuning
     }
 }

@@ -8,17 +8,16 @@
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::time::Duration;
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 
 use super::context::{Context, Way};
 use super::copy;
 use super::event::Event;
 use super::memory::Address;
+use super::ring::{Ring, Work};
 use super::stream::Stream;
-use crate::copy::pieces::{Part, Pieces, meeting};
+use crate::copy::pieces::{Blocks, Part, meeting};
 use crate::copy::workers::Workers;
 use crate::copy::{STAGED_PIECE, Sink, Source, chunks};
 use crate::error::{Error, Result};
@@ -35,9 +34,6 @@ const SUB_PIECE: usize = 128 << 10;
 /// So many small uploads may be on their way; one more waits for the first.
 const IN_FLIGHT: usize = 8;
 
-/// How long a thread sleeps while the link is behind.
-const NAP: Duration = Duration::from_micros(20);
-
 /// Above this a result is written past the caches: it would not stay in them.
 const PAST_CACHES: usize = 1 << 20;
 
@@ -48,9 +44,6 @@ pub(crate) struct Staging {
     pool: PinnedPool,
     /// Those that no copy has now, oldest first: as many as copies had at one time, two for each thread.
     slots: Mutex<VecDeque<Slot>>,
-    /// Taken for calls of the driver while several threads copy: its own lock puts who waits for it to sleep, and waking up
-    /// takes longer than a piece.
-    turn: Mutex<()>,
 }
 
 #[derive(Debug)]
@@ -70,26 +63,6 @@ impl Slot {
         Ok(())
     }
 
-    /// As [`wait`](Slot::wait), in turn with the copy's other threads; asleep, where the copy is long.
-    fn wait_in_turn(&mut self, turn: &Mutex<()>, awake: bool) -> Result<()> {
-        let Some(event) = &self.busy else { return Ok(()) };
-        loop {
-            let passed = {
-                let _turn = spin(turn);
-                event.query()?
-            };
-            if passed {
-                self.busy = None;
-                return Ok(());
-            }
-            if awake {
-                (0..200).for_each(|_| std::hint::spin_loop());
-            } else {
-                std::thread::sleep(NAP);
-            }
-        }
-    }
-
     /// Whether nothing uses it.
     fn idle(&mut self) -> bool {
         if self.busy.as_ref().is_some_and(|event| event.query().is_ok_and(|passed| passed)) {
@@ -105,7 +78,7 @@ impl Slot {
 
 impl Staging {
     pub(crate) fn new(context: &Arc<Context>, pool: &PinnedPool) -> Self {
-        Self { context: context.clone(), pool: pool.clone(), slots: Mutex::default(), turn: Mutex::default() }
+        Self { context: context.clone(), pool: pool.clone(), slots: Mutex::default() }
     }
 
     /// Takes the slots out, each with the copy that may still use it: for the end, when they are to be freed.
@@ -179,28 +152,14 @@ impl Staging {
             // SAFETY: the caller's.
             return unsafe { self.up_once(slot, parts, source, bytes, stream) };
         }
-        let pieces = Pieces::new(bytes, 0, tuning, STAGED_PIECE);
-        // SAFETY: `share` returns when no thread is in the job any more.
-        let source_there = unsafe { Lent::source(source) };
-        // SAFETY: as above.
-        let parts_there = unsafe { Lent::new(parts) };
-        let awake = bytes <= AWAKE;
-        let each = move |job: &Job, slot: &mut Slot, piece: Range<usize>| -> Result<()> {
-            slot.wait_in_turn(job.turn, awake)?;
-            let staged = slot.memory.get_mut(..piece.len()).ok_or_else(|| Error::overflow("a staged piece"))?;
-            source_there.get().fill(piece.start, staged)?;
-            let _turn = spin(job.turn);
-            // SAFETY: the caller's word for the targets; the slot stays untouched until its event has passed.
-            unsafe { submit_up(parts_there.get(), &piece, slot.host(), job.lane)? };
-            slot.busy = Some(Arc::new(Event::record(job.context, job.lane)?));
-            Ok(())
-        };
-        let rest = self.share(pieces, Way::Up, stream, true, Box::new(Single(each)))?;
-        if rest < bytes {
-            // SAFETY: the caller's.
-            return unsafe { up_unpinned(parts, source, rest..bytes, stream) };
+        // SAFETY: `share` returns when no thread is in the copy any more.
+        let work = unsafe { Up { parts: Lent::new(parts), source: Lent::source(source) } };
+        let blocks = Blocks::new(bytes, tuning, STAGED_PIECE);
+        if self.share(blocks, Way::Up, stream, bytes <= AWAKE, Box::new(work))? {
+            return Ok(());
         }
-        Ok(())
+        // SAFETY: the caller's.
+        unsafe { up_unpinned(parts, source, 0..bytes, stream) }
     }
 
     /// A copy by this thread through one slot.
@@ -224,11 +183,12 @@ impl Staging {
             Ok(())
         };
         let result = step();
-        self.settle(result.is_ok(), std::slice::from_ref(stream), stream, [slot]);
+        self.settle(result.is_ok(), stream, stream, [slot]);
         result
     }
 
-    /// Copies `bytes` bytes from the device to `sink`, in the order of `stream`; done when it returns.
+    /// Copies `bytes` bytes from the device to `sink`, in the order of `stream`; done when it returns. `fresh`: the sink's
+    /// pages are not there yet, and so many bytes lie before the first huge one's boundary.
     ///
     /// # Errors
     /// As [`up`](Staging::up).
@@ -238,7 +198,7 @@ impl Staging {
     pub(crate) unsafe fn down(
         &self,
         sink: &dyn Sink,
-        phase: usize,
+        fresh: Option<usize>,
         source: u64,
         bytes: usize,
         tuning: &Tuning,
@@ -250,29 +210,17 @@ impl Staging {
             // SAFETY: the caller's.
             return unsafe { self.down_once(slot, sink, source, bytes, stream) };
         }
-        let pieces = Pieces::new(bytes, phase, tuning, STAGED_PIECE);
-        // SAFETY: `share` returns when no thread is in the job any more.
-        let sink_there = unsafe { Lent::sink(sink) };
-        let awake = bytes <= AWAKE;
-        let fetch = move |job: &Job, slot: &mut Slot, piece: Range<usize>| -> Result<()> {
-            slot.wait_in_turn(job.turn, awake)?;
-            let _turn = spin(job.turn);
-            // SAFETY: the slot is idle and stays ours until its event has passed; the source is valid by the caller's word.
-            unsafe { copy::device_to_host(slot.host(), source + piece.start as u64, piece.len(), job.lane)? };
-            slot.busy = Some(Arc::new(Event::record(job.context, job.lane)?));
-            Ok(())
-        };
-        let empty = move |job: &Job, slot: &mut Slot, piece: Range<usize>| -> Result<()> {
-            slot.wait_in_turn(job.turn, awake)?;
-            let staged = slot.memory.get(..piece.len()).ok_or_else(|| Error::overflow("a staged piece"))?;
-            sink_there.get().take(piece.start, staged)
-        };
-        let rest = self.share(pieces, Way::Down, stream, false, Box::new(Double(fetch, empty)))?;
-        if rest < bytes {
-            // SAFETY: the caller's.
-            return unsafe { down_unpinned(sink, source, rest..bytes, stream) };
+        // SAFETY: `share` returns when no thread is in the copy any more.
+        let work = unsafe { Down { sink: Lent::sink(sink), source } };
+        let mut blocks = Blocks::new(bytes, tuning, STAGED_PIECE);
+        if let Some(phase) = fresh {
+            blocks = blocks.by_huge_pages(phase);
         }
-        Ok(())
+        if self.share(blocks, Way::Down, stream, bytes <= AWAKE, Box::new(work))? {
+            return Ok(());
+        }
+        // SAFETY: the caller's.
+        unsafe { down_unpinned(sink, source, 0..bytes, stream) }
     }
 
     unsafe fn down_once(
@@ -302,54 +250,54 @@ impl Staging {
             Ok(())
         };
         let result = step();
-        self.settle(result.is_ok(), std::slice::from_ref(stream), stream, [slot]);
+        self.settle(result.is_ok(), stream, stream, [slot]);
         result
     }
 
-    /// Does the pieces with several threads; where the first begins that nobody could do for want of slots.
-    fn share(&self, pieces: Pieces, way: Way, stream: &Stream, join: bool, work: Box<dyn Work>) -> Result<usize> {
-        let lanes =
-            std::env::var("TT_LANES").ok().and_then(|l| l.parse().ok()).unwrap_or(Context::LANES).min(pieces.threads);
-        let lanes = (0..lanes).map(|lane| self.context.lane(way, lane)).collect::<Result<Vec<_>>>()?;
-        let start = Event::record(&self.context, stream)?;
-        lanes.iter().try_for_each(|lane| lane.wait_for(&start))?;
-        let job = Arc::new(Shared {
-            pieces,
-            next: AtomicUsize::new(0),
-            came: AtomicUsize::new(0),
-            failed: AtomicBool::new(false),
-            error: Mutex::new(None),
-            used: Mutex::new(Vec::new()),
-            lanes,
-            work,
+    /// Does a copy with several threads; whether it was done: not where nothing can be pinned.
+    fn share(&self, blocks: Blocks, way: Way, stream: &Stream, awake: bool, work: Box<dyn Work>) -> Result<bool> {
+        let count = (0..blocks.under_way()).take_while(|&index| blocks.block(index).is_some()).count();
+        let slots: Vec<Slot> = (0..count).map_while(|_| self.slot()).collect();
+        if slots.is_empty() {
+            return Ok(false);
+        }
+        let lane = self.context.copy_stream(way).and_then(|lane| {
+            lane.wait_for(&Event::record(&self.context, stream)?)?;
+            Ok(lane)
         });
-        // SAFETY: `run` returns when no thread is in the job any more.
-        let staging = unsafe { Lent::new(self) };
-        let here = job.clone();
-        Workers::get().run(pieces.threads - 1, Box::new(move || here.take_part(staging.get())));
-        let mut error = job.error.lock().take();
-        if join && error.is_none() {
-            // The caller's stream goes on when the pieces are there.
-            let arrived = job.lanes.iter().try_for_each(|lane| stream.wait_for(&Event::record(&self.context, lane)?));
-            error = arrived.err();
+        let lane = match lane {
+            Ok(lane) => lane,
+            Err(error) => {
+                self.give(slots);
+                return Err(error);
+            }
+        };
+        let slots = slots.into_iter().map(|slot| (slot.memory, slot.busy)).collect();
+        let ring = Arc::new(Ring::new(&self.context, lane.clone(), way, blocks, awake, slots, work));
+        let here = ring.clone();
+        let helpers = blocks.threads - 1;
+        ring.begin();
+        Workers::get().run(helpers, Box::new(move || here.take_part()));
+        let mut error = ring.error();
+        if way == Way::Up && error.is_none() {
+            // The caller's stream goes on when the bytes are there.
+            error = Event::record(&self.context, &lane).and_then(|event| stream.wait_for(&event)).err();
         }
-        self.settle(error.is_none(), &job.lanes, stream, std::mem::take(&mut *job.used.lock()));
-        match error {
-            Some(error) => Err(error),
-            None => Ok(job.next.load(Ordering::SeqCst)),
-        }
+        let slots = ring.end().into_iter().map(|(memory, busy)| Slot { memory, busy });
+        self.settle(error.is_none(), &lane, stream, slots);
+        error.map_or(Ok(true), Err)
     }
 
     /// Takes slots back. After an error nothing may use them when the next copy takes them, whether or not the event of each
     /// was recorded: all that was submitted is waited for, and where that fails they are kept for ever.
-    fn settle(&self, good: bool, lanes: &[Stream], stream: &Stream, slots: impl IntoIterator<Item = Slot>) {
+    fn settle(&self, good: bool, lane: &Stream, stream: &Stream, slots: impl IntoIterator<Item = Slot>) {
         if good {
             return self.give(slots);
         }
-        let idle = lanes.iter().map(Stream::synchronize).fold(Ok(()), Result::and);
+        let idle = lane.synchronize();
         if idle.is_err() {
-            // What is waited for later is the caller's stream: it comes after them, if that can be said.
-            let _ = lanes.iter().try_for_each(|lane| stream.wait_for(&Event::record(&self.context, lane)?));
+            // What is waited for later is the caller's stream: it comes after the lane, if that can be said.
+            let _ = Event::record(&self.context, lane).and_then(|event| stream.wait_for(&event));
         }
         for mut slot in slots {
             slot.busy = None;
@@ -361,132 +309,37 @@ impl Staging {
     }
 }
 
-/// What one thread needs for its pieces.
-struct Job<'j> {
-    context: &'j Arc<Context>,
-    lane: &'j Stream,
-    turn: &'j Mutex<()>,
+/// Host memory to places on the device.
+struct Up {
+    parts: Lent<[Part]>,
+    source: Lent<dyn Source>,
 }
 
-/// Takes a lock that is held for a few microseconds, without sleeping.
-fn spin(turn: &Mutex<()>) -> MutexGuard<'_, ()> {
-    for _ in 0..1000 {
-        if let Some(guard) = turn.try_lock() {
-            return guard;
-        }
-        (0..20).for_each(|_| std::hint::spin_loop());
-    }
-    turn.lock()
-}
-
-/// What is done with a thread's two slots.
-trait Work: Send + Sync {
-    /// Begins a piece in a slot.
-    fn begin(&self, job: &Job, slot: &mut Slot, piece: Range<usize>) -> Result<()>;
-
-    /// Ends it.
-    fn end(&self, job: &Job, slot: &mut Slot, piece: Range<usize>) -> Result<()>;
-}
-
-/// Nothing is left to do when a piece is submitted.
-struct Single<F>(F);
-
-impl<F: Fn(&Job, &mut Slot, Range<usize>) -> Result<()> + Send + Sync> Work for Single<F> {
-    fn begin(&self, job: &Job, slot: &mut Slot, piece: Range<usize>) -> Result<()> {
-        (self.0)(job, slot, piece)
+impl Work for Up {
+    unsafe fn submit(&self, block: Range<usize>, slot: *mut u8, lane: &Stream) -> Result<()> {
+        // SAFETY: the targets are the word given to `up`; the slot that to this call.
+        unsafe { submit_up(self.parts.get(), &block, slot, lane) }
     }
 
-    fn end(&self, _: &Job, _: &mut Slot, _: Range<usize>) -> Result<()> {
-        Ok(())
+    fn part(&self, part: Range<usize>, slot: &mut [u8]) -> Result<()> {
+        self.source.get().fill(part.start, slot)
     }
 }
 
-/// A piece is submitted, and looked at when it has come.
-struct Double<F, E>(F, E);
-
-impl<F, E> Work for Double<F, E>
-where
-    F: Fn(&Job, &mut Slot, Range<usize>) -> Result<()> + Send + Sync,
-    E: Fn(&Job, &mut Slot, Range<usize>) -> Result<()> + Send + Sync,
-{
-    fn begin(&self, job: &Job, slot: &mut Slot, piece: Range<usize>) -> Result<()> {
-        (self.0)(job, slot, piece)
-    }
-
-    fn end(&self, job: &Job, slot: &mut Slot, piece: Range<usize>) -> Result<()> {
-        (self.1)(job, slot, piece)
-    }
+/// The device's memory to the host.
+struct Down {
+    sink: Lent<dyn Sink>,
+    source: u64,
 }
 
-/// A copy that threads do together.
-struct Shared {
-    pieces: Pieces,
-    /// Where the next piece begins.
-    next: AtomicUsize,
-    came: AtomicUsize,
-    failed: AtomicBool,
-    error: Mutex<Option<Error>>,
-    used: Mutex<Vec<Slot>>,
-    lanes: Vec<Stream>,
-    work: Box<dyn Work>,
-}
-
-impl Shared {
-    /// What each thread does: takes two slots, then piece after piece, each begun before the one before it is ended.
-    fn take_part(&self, staging: &Staging) {
-        let came = self.came.fetch_add(1, Ordering::Relaxed);
-        let Some(lane) = self.lanes.get(came % self.lanes.len().max(1)) else { return };
-        let mut slots = Vec::with_capacity(2);
-        if let Err(error) = self.pieces_of_one(staging, lane, &mut slots) {
-            self.failed.store(true, Ordering::SeqCst);
-            self.error.lock().get_or_insert(error);
-        }
-        self.used.lock().append(&mut slots);
+impl Work for Down {
+    unsafe fn submit(&self, block: Range<usize>, slot: *mut u8, lane: &Stream) -> Result<()> {
+        // SAFETY: the source is the word given to `down`; the slot that to this call.
+        unsafe { copy::device_to_host(slot, self.source + block.start as u64, block.len(), lane) }
     }
 
-    fn pieces_of_one(&self, staging: &Staging, lane: &Stream, slots: &mut Vec<Slot>) -> Result<()> {
-        let context = &staging.context;
-        let _bound = context.to_submit()?;
-        let job = Job { context, lane, turn: &staging.turn };
-        let mut begun: Option<(usize, Range<usize>)> = None;
-        loop {
-            if slots.len() < 2 {
-                slots.extend(staging.slot());
-            }
-            let index = match (&begun, slots.len()) {
-                (_, 0) => return Ok(()),
-                (Some((used, _)), 2) => 1 - used.min(&1),
-                _ => 0,
-            };
-            // With one slot, what is in it must be ended before the next begins.
-            if slots.len() == 1
-                && let Some((index, piece)) = begun.take()
-            {
-                self.end(&job, slots, index, piece)?;
-            }
-            let piece = if self.failed.load(Ordering::SeqCst) { None } else { self.claim() };
-            if let Some(piece) = &piece
-                && let Some(slot) = slots.get_mut(index)
-            {
-                self.work.begin(&job, slot, piece.clone())?;
-            }
-            let last = piece.is_none();
-            if let Some((index, piece)) = std::mem::replace(&mut begun, piece.map(|piece| (index, piece))) {
-                self.end(&job, slots, index, piece)?;
-            }
-            if last {
-                return Ok(());
-            }
-        }
-    }
-
-    fn claim(&self) -> Option<Range<usize>> {
-        let end = |start| self.pieces.at(start).map(|piece| piece.end);
-        self.pieces.at(self.next.fetch_update(Ordering::SeqCst, Ordering::SeqCst, end).ok()?)
-    }
-
-    fn end(&self, job: &Job, slots: &mut [Slot], index: usize, piece: Range<usize>) -> Result<()> {
-        slots.get_mut(index).map_or(Ok(()), |slot| self.work.end(job, slot, piece))
+    fn part(&self, part: Range<usize>, slot: &mut [u8]) -> Result<()> {
+        self.sink.get().take(part.start, slot)
     }
 }
 

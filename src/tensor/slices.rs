@@ -114,7 +114,7 @@ impl Device {
             return Ok(());
         }
         // SAFETY: the target is at least as long, borrowed exclusively, and every byte is a value of its type.
-        unsafe { self.download_to(stream, source, NonNull::from(target).cast()) }
+        unsafe { self.download_to(stream, source, NonNull::from(target).cast(), false) }
     }
 
     /// Copies all of `source` to a new `Vec`, on huge pages where it is large: cudarc's `clone_dtoh`.
@@ -139,7 +139,7 @@ impl Device {
             advise_huge(start, bytes);
         }
         // SAFETY: `len` elements of room are there, ours alone.
-        unsafe { self.download_to(stream, source, start)? };
+        unsafe { self.download_to(stream, source, start, bytes >= HUGE_FROM)? };
         // SAFETY: the bytes were written just now.
         validate::<T>(unsafe { std::slice::from_raw_parts(start.as_ptr(), bytes) })?;
         // SAFETY: as many elements were written, and each is a value of the type.
@@ -154,6 +154,7 @@ impl Device {
         stream: &Arc<CudaStream>,
         source: &S,
         target: NonNull<u8>,
+        fresh: bool,
     ) -> Result<()> {
         let queue = self.queue(stream, source.stream(), "download")?;
         let bytes = source.len().saturating_mul(size_of::<T>());
@@ -163,7 +164,7 @@ impl Device {
         let _bound = self.context().to_submit()?;
         read_address(self.context(), source, &queue, |from| {
             // SAFETY: the source is borrowed and `queue` comes after its writes; the target is the caller's word.
-            unsafe { self.copy_down(target.as_ptr(), from, bytes, &queue) }
+            unsafe { self.copy_down(target.as_ptr(), fresh, from, bytes, &queue) }
         })
     }
 

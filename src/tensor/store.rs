@@ -239,7 +239,7 @@ impl Store {
             // SAFETY: as above; the target's bytes are current nowhere else and the state is locked, so nobody looks.
             unsafe {
                 let to = to.as_ptr().add(part.start);
-                device.copy_down(to, from, part.len(), &stream)?;
+                device.copy_down(to, false, from, part.len(), &stream)?;
             }
             target.passed(write);
             source.close(read, Arc::new(Event::record(device.context(), &stream)?));

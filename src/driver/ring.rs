@@ -1,0 +1,231 @@
+//! One copy through page-locked slots by several threads.
+//!
+//! A block of the copy has a slot while it is filled or emptied and while it travels; blocks take the slots in turn. Threads
+//! take the parts of the blocks in order. On the way up who ends the last part of a block sends it off, and who needs the
+//! slot next looks whether it has arrived; on the way down the first blocks are sent for at the beginning, who needs one looks
+//! whether it is there, and who empties its last part sends for the next one of that slot.
+//!
+//! Nobody waits for a block that was taken later than his own, so all of them get on.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::Duration;
+
+use parking_lot::Mutex;
+
+use super::context::{Context, Way};
+use super::event::Event;
+use super::stream::Stream;
+use crate::copy::pieces::Blocks;
+use crate::error::{Error, Result};
+use crate::pool::PinnedBuffer;
+
+/// How long a thread of a long copy sleeps while the link is behind.
+const NAP: Duration = Duration::from_micros(40);
+
+/// What is done with blocks and parts.
+pub(super) trait Work: Send + Sync {
+    /// Submits a block that lies, or is to lie, in a slot.
+    ///
+    /// # Safety
+    /// The slot holds the block, and stays untouched until the lane has passed.
+    unsafe fn submit(&self, block: Range<usize>, slot: *mut u8, lane: &Stream) -> Result<()>;
+
+    /// Fills or empties a part, which has its place in a slot.
+    fn part(&self, part: Range<usize>, slot: &mut [u8]) -> Result<()>;
+}
+
+pub(super) struct Ring {
+    context: Arc<Context>,
+    lane: Stream,
+    way: Way,
+    blocks: Blocks,
+    awake: bool,
+    places: Vec<Place>,
+    /// The next part: the block's number, and the part's in it.
+    next: Mutex<(usize, usize)>,
+    failed: AtomicBool,
+    error: Mutex<Option<Error>>,
+    work: Box<dyn Work>,
+}
+
+/// A slot and what is in it.
+struct Place {
+    memory: Mutex<Option<PinnedBuffer>>,
+    host: HostAddress,
+    /// The block whose parts may be worked on.
+    open: AtomicUsize,
+    /// How many of its parts are not done.
+    left: AtomicUsize,
+    travels: Mutex<Travels>,
+}
+
+/// The block that travels, and the event behind it.
+struct Travels {
+    block: usize,
+    event: Option<Arc<Event>>,
+}
+
+#[derive(Clone, Copy)]
+struct HostAddress(*mut u8);
+
+// SAFETY: only an address.
+unsafe impl Send for HostAddress {}
+// SAFETY: only an address.
+unsafe impl Sync for HostAddress {}
+
+/// No block.
+const NONE: usize = usize::MAX;
+
+impl Ring {
+    pub(super) fn new(
+        context: &Arc<Context>,
+        lane: Stream,
+        way: Way,
+        blocks: Blocks,
+        awake: bool,
+        slots: Vec<(PinnedBuffer, Option<Arc<Event>>)>,
+        work: Box<dyn Work>,
+    ) -> Self {
+        let count = slots.len();
+        let place = |(index, (memory, busy)): (usize, (PinnedBuffer, Option<Arc<Event>>))| {
+            // On the way up a slot that nothing uses is open at once. One that does something yet holds the block before.
+            let open = way == Way::Up && busy.is_none();
+            let parts = blocks.block(index).map_or(0, |block| blocks.parts(&block));
+            Place {
+                host: HostAddress(memory.host().as_ptr()),
+                memory: Mutex::new(Some(memory)),
+                open: AtomicUsize::new(if open { index } else { NONE }),
+                left: AtomicUsize::new(if open { parts } else { 0 }),
+                travels: Mutex::new(Travels { block: index.wrapping_sub(count), event: busy }),
+            }
+        };
+        Self {
+            context: context.clone(),
+            lane,
+            way,
+            blocks,
+            awake,
+            places: slots.into_iter().enumerate().map(place).collect(),
+            next: Mutex::new((0, 0)),
+            failed: AtomicBool::new(false),
+            error: Mutex::new(None),
+            work,
+        }
+    }
+
+    /// On the way down: sends for the first blocks.
+    pub(super) fn begin(&self) {
+        if self.way == Way::Down {
+            let sent = self.places.iter().enumerate().try_for_each(|(index, place)| {
+                let before = place.travels.lock().event.take();
+                before.map_or(Ok(()), |event| event.wait_awake())?;
+                self.send(place, index)
+            });
+            self.note(sent);
+        }
+    }
+
+    /// What each thread does: part after part.
+    pub(super) fn take_part(&self) {
+        self.note(self.parts());
+    }
+
+    fn note(&self, result: Result<()>) {
+        if let Err(error) = result {
+            self.error.lock().get_or_insert(error);
+            self.failed.store(true, Ordering::SeqCst);
+        }
+    }
+
+    /// The first error.
+    pub(super) fn error(&self) -> Option<Error> {
+        self.error.lock().take()
+    }
+
+    /// The slots, each with what may still use it. No thread is in the copy any more.
+    pub(super) fn end(&self) -> Vec<(PinnedBuffer, Option<Arc<Event>>)> {
+        let slot = |place: &Place| Some((place.memory.lock().take()?, place.travels.lock().event.take()));
+        self.places.iter().filter_map(slot).collect()
+    }
+
+    fn parts(&self) -> Result<()> {
+        // Entered, not only bound: events are asked for.
+        let _bound = self.context.enter()?;
+        while let Some((index, block, part)) = self.claim() {
+            let Some(place) = self.places.get(index % self.places.len()) else { return Ok(()) };
+            if !self.wait(place, index, &block)? {
+                return Ok(());
+            }
+            let range = self.blocks.part(&block, part);
+            // SAFETY: the slot holds a block, the part lies in it and is this thread's alone; nothing travels until all parts
+            // are done.
+            let memory =
+                unsafe { std::slice::from_raw_parts_mut(place.host.0.add(range.start - block.start), range.len()) };
+            self.work.part(range, memory)?;
+            // Who is last sees what all the others wrote.
+            if place.left.fetch_sub(1, Ordering::AcqRel) == 1 {
+                match self.way {
+                    Way::Up => self.send(place, index)?,
+                    Way::Down => self.send(place, index.saturating_add(self.places.len()))?,
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn claim(&self) -> Option<(usize, Range<usize>, usize)> {
+        if self.failed.load(Ordering::SeqCst) {
+            return None;
+        }
+        let mut next = self.next.lock();
+        let (index, part) = *next;
+        let block = self.blocks.block(index)?;
+        *next = if part + 1 < self.blocks.parts(&block) { (index, part + 1) } else { (index + 1, 0) };
+        Some((index, block, part))
+    }
+
+    /// Submits a block, if there is one of that number.
+    fn send(&self, place: &Place, index: usize) -> Result<()> {
+        let Some(block) = self.blocks.block(index) else { return Ok(()) };
+        let mut travels = place.travels.lock();
+        // SAFETY: the slot is as large as any block, holds it (up) or is done with the one before (down), and nobody
+        // touches it until the event has passed.
+        unsafe { self.work.submit(block, place.host.0, &self.lane)? };
+        *travels = Travels { block: index, event: Some(Arc::new(Event::record(&self.context, &self.lane)?)) };
+        Ok(())
+    }
+
+    /// Waits until the parts of block `index` may be worked on; false where the copy has failed.
+    fn wait(&self, place: &Place, index: usize, block: &Range<usize>) -> Result<bool> {
+        let before = match self.way {
+            Way::Up => index.wrapping_sub(self.places.len()),
+            Way::Down => index,
+        };
+        loop {
+            if place.open.load(Ordering::Acquire) == index {
+                return Ok(true);
+            }
+            if self.failed.load(Ordering::SeqCst) {
+                return Ok(false);
+            }
+            // One asks for all who wait.
+            if let Some(mut travels) = place.travels.try_lock()
+                && travels.block == before
+                && let Some(event) = &travels.event
+                && event.query_bound()?
+            {
+                travels.event = None;
+                place.left.store(self.blocks.parts(block), Ordering::Relaxed);
+                place.open.store(index, Ordering::Release);
+                return Ok(true);
+            }
+            if self.awake {
+                (0..64).for_each(|_| std::hint::spin_loop());
+            } else {
+                std::thread::sleep(NAP);
+            }
+        }
+    }
+}
