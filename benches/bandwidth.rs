@@ -292,7 +292,7 @@ fn write_combined(bench: &Bench, raw: &Raw, rounds: usize, add: &mut dyn FnMut(R
 
 /// Pieces × threads of staged copies.
 fn sweep(bench: &Bench, args: &Args, rows: &mut Vec<Row>) -> Outcome {
-    let sizes: &[usize] = if args.quick { &[16 << 20] } else { &[16 << 20, 64 << 20, 256 << 20] };
+    let sizes: &[usize] = if args.quick { &[16 << 20] } else { &[1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20, 1 << 30] };
     let stream = &bench.stream;
     for &bytes in sizes {
         let rounds = rounds(bytes, args.quick).min(9);
@@ -300,7 +300,7 @@ fn sweep(bench: &Bench, args: &Args, rows: &mut Vec<Row>) -> Outcome {
         let (source, mut target) = (vec![0x5au8; bytes], vec![1u8; bytes]);
         let mut slice: CudaSlice<u8> = stream.alloc_zeros(bytes)?;
         for threads in [4, 8, 12] {
-            for chunk in [512 << 10, 1 << 20, 2 << 20, 4 << 20] {
+            for chunk in [1 << 20, 2 << 20, 4 << 20] {
                 let mut tuning = bench.device.tuning();
                 (tuning.threads, tuning.chunk) = (threads, chunk);
                 (tuning.crossover_up, tuning.crossover_down) = (0, 0);
