@@ -20,8 +20,8 @@ use crate::os::{HUGE_PAGE, Mapping};
 /// How page-locked memory is made on a machine.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Placement {
-    /// Large blocks are mapped by us, touched by several threads and then registered: eight times as fast as
-    /// `cuMemHostAlloc` on an H200's host (docs/benchmarks.md), and on huge pages.
+    /// Large blocks are mapped by us, on huge pages, touched by several threads and then registered. On an H200's host
+    /// `cuMemHostAlloc` takes 0.70 s for 1 GiB, registering what one thread touched in 0.30 s takes 0.03.
     pub(crate) map: bool,
     /// The NUMA node that such blocks come from.
     pub(crate) node: Option<u32>,
