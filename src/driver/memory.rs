@@ -335,12 +335,12 @@ pub(crate) fn adopt_slice<T: Element>(context: &Context, slice: &mut CudaSlice<T
 
 /// Has `work` read at the address of the caller's slice or view, on `stream`: after what cudarc knows to be writing there,
 /// and known to cudarc.
-pub(crate) fn read_address<T, S: DevicePtr<T>>(
+pub(crate) fn read_address<T, S: DevicePtr<T>, R>(
     context: &Context,
     slice: &S,
     stream: &Stream,
-    work: impl FnOnce(u64) -> Result<()>,
-) -> Result<()> {
+    work: impl FnOnce(u64) -> Result<R>,
+) -> Result<R> {
     let (address, noting) = ordered(context, stream, || slice.device_ptr(stream.cuda()))?;
     let done = work(address);
     ordered(context, stream, || drop(noting)).or_else(|_| stream.synchronize()).and(done)
