@@ -5,7 +5,7 @@ use std::sync::Arc;
 use proptest::prelude::*;
 use transfer_tensor::cudarc::driver::CudaSlice;
 
-use crate::support::{GH200, Gpu, H200, SPARK};
+use crate::support::{GH200, Gpu, H200, HANG, SPARK, within};
 
 const MIB: usize = 1 << 20;
 
@@ -121,6 +121,28 @@ fn callers_do_not_disturb_each_other() {
         }
     });
     gpu.finish();
+}
+
+/// A copy that waits for its stream holds up no copy on another.
+#[test]
+fn a_held_stream_holds_up_no_other() {
+    within(HANG, || {
+        let gpu = Gpu::any(H200);
+        let source = pattern(2 * MIB, 3);
+        let mut held = gpu.device.upload_new(&gpu.stream, &source).unwrap();
+        let free = gpu.another_stream();
+        let mut slice = gpu.device.upload_new(&free, &source).unwrap();
+        gpu.context.synchronize().unwrap();
+        let gate = gpu.gate(&gpu.stream);
+        let waiting = gpu.device.upload_owned(&gpu.stream, vec![1u8; 2 * MIB]).unwrap();
+        gpu.device.upload(&gpu.stream, &source[..MIB], &mut held).unwrap();
+        let other = pattern(2 * MIB, 4);
+        gpu.device.upload(&free, &other, &mut slice).unwrap();
+        assert!(gpu.device.download_vec(&free, &slice).unwrap() == other);
+        gate.open();
+        drop((waiting.wait().unwrap(), held, slice, free));
+        gpu.finish();
+    });
 }
 
 /// What follows on the stream comes after the pieces, whichever lanes they took.
