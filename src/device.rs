@@ -113,7 +113,7 @@ impl DeviceBuilder<'_> {
         let (context, waiter) = (Context::new(cuda.clone()), Arc::new(Waiter::new()));
         let placement = placement(&platform);
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let tuning = self.tuning.unwrap_or_else(|| Tuning::built_in(platform.model(), cores));
+        let tuning = self.tuning.unwrap_or_else(|| Tuning::built_in(cores));
         let pool = PinnedPool::new(&context, &waiter, placement, memory.host_available, self.pool)?;
         let staging = Staging::new(&context, &pool);
         let mut device = Device(Arc::new(Inner {
