@@ -17,6 +17,9 @@ use crate::driver::{Context, Event, Stream, Way};
 use crate::element::{Element, bytes_of};
 use crate::error::{Error, Kind, Refused, Result};
 
+/// The host's elements, and the slice of the device that holds the same.
+pub type BothEnds<T> = (Vec<T>, CudaSlice<T>);
+
 /// A copy in the background. It owns both ends, which come back from [`wait`](Copying::wait), [`try_wait`](Copying::try_wait)
 /// or `.await` on any runtime.
 ///
@@ -212,11 +215,11 @@ impl<T: Element> Copying<T> {
         self.shared.ends.lock().is_some()
     }
 
-    /// Blocks until the copy has run: the host's elements, and the device's slice, which holds the same.
+    /// Blocks until the copy has run.
     ///
     /// # Errors
     /// The device faulted, there was no host memory, the driver refused a call, or (`bool`) a byte is no value of the type.
-    pub fn wait(self) -> Result<(Vec<T>, CudaSlice<T>)> {
+    pub fn wait(self) -> Result<BothEnds<T>> {
         let mut ends = self.shared.ends.lock();
         while ends.is_none() {
             self.shared.done.wait(&mut ends);
@@ -228,7 +231,7 @@ impl<T: Element> Copying<T> {
     ///
     /// # Errors
     /// [`Error::is_not_ready`] while it runs, and the ticket comes back; as [`wait`](Copying::wait).
-    pub fn try_wait(self) -> Result<(Vec<T>, CudaSlice<T>), Refused<Option<Self>>> {
+    pub fn try_wait(self) -> Result<BothEnds<T>, Refused<Option<Self>>> {
         self.wait_timeout(Duration::ZERO)
     }
 
@@ -236,7 +239,7 @@ impl<T: Element> Copying<T> {
     ///
     /// # Errors
     /// As [`try_wait`](Copying::try_wait).
-    pub fn wait_timeout(self, timeout: Duration) -> Result<(Vec<T>, CudaSlice<T>), Refused<Option<Self>>> {
+    pub fn wait_timeout(self, timeout: Duration) -> Result<BothEnds<T>, Refused<Option<Self>>> {
         let deadline = Instant::now().checked_add(timeout);
         let mut ends = self.shared.ends.lock();
         while ends.is_none() {
@@ -256,7 +259,7 @@ impl<T: Element> Copying<T> {
     }
 }
 
-fn given<T: Element>(ends: Option<Result<Ends<T>>>) -> Result<(Vec<T>, CudaSlice<T>)> {
+fn given<T: Element>(ends: Option<Result<Ends<T>>>) -> Result<BothEnds<T>> {
     match ends {
         Some(Ok(Ends { host, mut device })) => match device.slice.take() {
             Some(slice) => Ok((host, slice)),
@@ -270,7 +273,7 @@ fn given<T: Element>(ends: Option<Result<Ends<T>>>) -> Result<(Vec<T>, CudaSlice
 impl<T: Element> Unpin for Copying<T> {}
 
 impl<T: Element> Future for Copying<T> {
-    type Output = Result<(Vec<T>, CudaSlice<T>)>;
+    type Output = Result<BothEnds<T>>;
 
     fn poll(self: Pin<&mut Self>, context: &mut TaskContext<'_>) -> Poll<Self::Output> {
         self.shared.signal.poll(context).map(|_told| given(self.shared.ends.lock().take()))

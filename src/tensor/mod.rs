@@ -24,7 +24,7 @@ use std::sync::Arc;
 
 use cudarc::driver::CudaStream;
 
-pub use copying::Copying;
+pub use copying::{BothEnds, Copying};
 pub use device_guard::{DeviceMut, DeviceRef};
 pub use dynamic::DynTensor;
 pub use host_guard::{HostMut, HostRef};
