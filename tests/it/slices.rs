@@ -49,6 +49,29 @@ fn source_and_target_may_lie_in_one_huge_page() {
     gpu.finish();
 }
 
+/// More than 32 bits can count, and odd. On the simulator it takes 13 GiB of memory: with `TRANSFER_TENSOR_LARGE=1`.
+#[test]
+fn more_than_four_gib_travel_at_once() {
+    if std::env::var_os("TRANSFER_TENSOR_LARGE").is_none() && crate::support::driver() == cuda_sim::Driver::Simulated {
+        return;
+    }
+    let gpu = Gpu::any(H200);
+    let len = (4 << 30) + 5 * MIB + 3;
+    let block = pattern(MIB + 1, 9);
+    let mut source = Vec::with_capacity(len + block.len());
+    while source.len() < len {
+        source.extend_from_slice(&block);
+    }
+    source.truncate(len);
+    let slice = gpu.device.upload_new(&gpu.stream, &source).unwrap();
+    assert!(gpu.device.download_vec(&gpu.stream, &slice).unwrap() == source);
+    source.iter_mut().step_by(4096).for_each(|byte| *byte = 0);
+    gpu.device.download(&gpu.stream, &slice, &mut source).unwrap();
+    assert!(source.chunks(block.len()).all(|chunk| chunk == &block[..chunk.len()]));
+    drop(slice);
+    gpu.finish();
+}
+
 #[test]
 fn refusals_name_the_values() {
     let gpu = Gpu::any(H200);
