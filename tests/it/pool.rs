@@ -60,6 +60,16 @@ fn calls(gpu: &Gpu) -> [usize; 4] {
     CALLS.map(|call| gpu.sim.as_ref().map_or(0, |sim| sim.count(call)))
 }
 
+/// Waits for what another thread does.
+#[track_caller]
+fn until(mut done: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !done() {
+        assert!(start.elapsed() < HANG, "never happens");
+        std::thread::yield_now();
+    }
+}
+
 fn next(seed: &mut u64) -> usize {
     *seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
     (*seed >> 33) as usize
@@ -149,7 +159,8 @@ fn what_is_reserved_is_what_the_driver_gave() {
         if round % 3 == 2 {
             lent.swap_remove(next(&mut seed) % lent.len());
         } else {
-            lent.push(device.pool().acquire(random_size(&mut seed, 12 * MIB)).unwrap());
+            let bytes = if round % 10 == 0 { 9 * MIB + round } else { random_size(&mut seed, 3 * MIB) };
+            lent.push(device.pool().acquire(bytes).unwrap());
         }
         let stats = device.pool().stats();
         let capacities: u64 = lent.iter().map(|buffer| buffer.capacity() as u64).sum();
@@ -159,7 +170,6 @@ fn what_is_reserved_is_what_the_driver_gave() {
             assert_eq!(now - before.unwrap(), stats.reserved);
         }
     }
-    assert!(lent.iter().any(|buffer| buffer.capacity() > 4 * MIB), "both kinds of block");
     drop(lent);
     let stats = device.pool().stats();
     assert_eq!(stats.idle, stats.reserved);
@@ -210,12 +220,14 @@ fn a_registration_that_is_too_long_is_a_typed_error() {
     assert_eq!(asked(2), Some(LONG as u64));
     gpu.context.check_err().unwrap();
     // Where pinning is only a wish, the tensor says that it did not come true.
+    sim.set_mem_info(1 << 41, 1 << 41);
     let options = gpu.device.tensor().strategy(Strategy::Streamed).pin(true);
     let tensor: TransferTensor<u8> = options.from_shared_bytes(bytes.clone(), 0..LONG, [LONG]).unwrap();
     assert!(!tensor.is_pinned());
     let why = tensor.decision().reasons.join("\n");
     assert!(why.contains("not pinned") && why.contains(&LONG.to_string()), "{why}");
     drop((tensor, bytes));
+    sim.clear_mem_info();
     // The next call is a call like any other.
     let values = pattern(MIB, 1);
     let options = gpu.device.tensor().strategy(Strategy::Streamed).pin(true);
@@ -277,12 +289,7 @@ fn a_refused_reservation_in_the_background_leaves_no_error() {
     let Some(gpu) = limited(24, false) else { return };
     let device = with_pool(&gpu, PoolOptions::new().budget(1 << 30).reserve(4 * MIB, 16));
     transfers_are_right(&gpu, &device);
-    let pool = device.pool().clone();
-    within(HANG, move || {
-        while pool.stats().pinned_limit.is_none() {
-            std::thread::yield_now();
-        }
-    });
+    until(|| device.pool().stats().pinned_limit.is_some());
     let limit = device.pool().stats().pinned_limit.unwrap();
     assert!(limit <= 24 << 20, "{limit}");
     transfers_are_right(&gpu, &device);
@@ -293,11 +300,14 @@ fn a_refused_reservation_in_the_background_leaves_no_error() {
 #[test]
 fn a_strict_pool_says_that_there_is_no_room() {
     let Some(gpu) = limited(24, false) else { return };
+    let before = page_locked(&gpu);
     let strict = || PoolOptions::new().budget(1 << 30).strict(true);
     let error = handle(&gpu, strict().reserve(4 * MIB, 16)).build().unwrap_err();
     assert!(error.is_out_of_memory(), "{error}");
     assert!(error.to_string().contains(&(4 * MIB).to_string()), "{error}");
     gpu.context.check_err().unwrap();
+    // What it had until then goes.
+    until(|| page_locked(&gpu) == before);
     // What fits is there when the device is.
     let device = with_pool(&gpu, strict().reserve(4 * MIB, 5));
     assert_eq!(device.pool().stats().idle, 20 << 20);
@@ -421,13 +431,8 @@ fn a_reservation_is_made_once() {
     let device = with_pool(&gpu, PoolOptions::new().budget(1 << 30).reserve(6 * MIB, 4).reserve(100 * KIB, 2));
     // At once, whether or not the others are made.
     drop(device.pool().acquire(MIB).unwrap());
-    let pool = device.pool().clone();
     let lying = 4 * (6 << 20) + 2 * (128 << 10) + (1 << 20);
-    within(HANG, move || {
-        while pool.stats().idle < lying {
-            std::thread::yield_now();
-        }
-    });
+    until(|| device.pool().stats().idle == lying);
     let (made, before) = (device.pool().stats().made, calls(&gpu));
     assert_eq!(made, 7);
     for _ in 0..3 {
@@ -496,8 +501,10 @@ fn nothing_is_write_combined() {
         for bytes in [1, 64 * KIB, 5 * MIB] {
             not_combined(device.pool().acquire(bytes).unwrap().as_ptr());
         }
-        let options = || device.tensor().strategy(Strategy::ZeroCopy).backing(Backing::Pinned);
-        not_combined(options().zeros::<u8>([5 * MIB]).unwrap().host().unwrap().as_ptr());
+        if device.platform().capabilities().can_register {
+            let options = device.tensor().strategy(Strategy::ZeroCopy).backing(Backing::Pinned);
+            not_combined(options.zeros::<u8>([5 * MIB]).unwrap().host().unwrap().as_ptr());
+        }
         transfers_are_right(&gpu, &device);
         if let Some(sim) = &gpu.sim {
             let allocations: Vec<_> = sim.calls().into_iter().filter(|call| call.name == CALLS[0]).collect();
@@ -536,25 +543,28 @@ fn downloads_never_name_pageable_memory_to_the_driver() {
     end(gpu, device);
 }
 
-/// R31: so a download of a tensor over a `Vec` is submitted while its stream is held.
+/// R31: so a download is submitted while its stream is held, wherever the host side is from the pool.
 #[test]
-fn submitting_a_download_to_pageable_memory_does_not_wait() {
+fn submitting_a_download_to_pinned_memory_does_not_wait() {
     let gpu = Gpu::any(H200);
+    let device = with_pool(&gpu, PoolOptions::new().budget(1 << 30));
     let values = pattern(20 * MIB + 5, 5);
-    let mut tensor = gpu.device.tensor().strategy(Strategy::Streamed).from_vec(values.clone(), [values.len()]).unwrap();
+    let mut tensor = device.tensor().strategy(Strategy::Streamed).from_slice(&values, [values.len()]).unwrap();
     // Warm: what is needed is allocated.
     drop(tensor.device_mut(&gpu.stream).unwrap());
     let mut tensor = tensor.to_host().unwrap().wait().unwrap();
-    drop(tensor.device_mut(&gpu.stream).unwrap());
+    assert!(tensor.is_pinned());
     gpu.stream.synchronize().unwrap();
     let gate = gpu.gate(&gpu.stream);
     drop(tensor.device_mut(&gpu.stream).unwrap());
     let transfer = within(HANG, move || tensor.to_host().unwrap());
+    let refused = transfer.try_wait().unwrap_err();
+    assert!(refused.error.is_not_ready(), "{}", refused.error);
     gate.open();
-    let tensor = transfer.wait().unwrap();
+    let tensor = refused.value.wait().unwrap();
     assert!(*tensor.host().unwrap() == *values);
     drop(tensor);
-    gpu.finish();
+    end(gpu, device);
 }
 
 /// R32: memory that the system keeps in place is not page-locked for the driver.
@@ -600,6 +610,9 @@ fn unpinning_is_another_threads_work() {
     let threads = |name: &str| -> Vec<u64> {
         sim.calls().iter().filter(|call| call.name.starts_with(name)).map(|call| call.thread).collect()
     };
+    let device = with_pool(&gpu, PoolOptions::new().budget(1 << 30).keep_idle(0));
+    let last = with_pool(&gpu, PoolOptions::new().budget(1 << 30));
+    // Making a device asks what the driver can do.
     sim.clear_calls();
     let tensor = options().from_vec(pattern(MIB, 1), [MIB]).unwrap();
     let shared = options().from_shared_bytes::<u8, _>(std::sync::Arc::new(pattern(MIB, 2)), 0..MIB, [MIB]).unwrap();
@@ -607,12 +620,10 @@ fn unpinning_is_another_threads_work() {
     let here = threads(CALLS[1])[0];
     drop((tensor, shared));
     // Blocks that are not kept, from either source.
-    let device = with_pool(&gpu, PoolOptions::new().budget(1 << 30).keep_idle(0));
     for bytes in [MIB, 5 * MIB] {
         drop(device.pool().acquire(bytes).unwrap());
     }
     // And those that are there when the last handle goes.
-    let last = with_pool(&gpu, PoolOptions::new().budget(1 << 30));
     for bytes in [MIB, 5 * MIB] {
         drop(last.pool().acquire(bytes).unwrap());
     }
@@ -621,11 +632,7 @@ fn unpinning_is_another_threads_work() {
     drain(&gpu.device);
     drain(&device);
     assert_eq!(device.pool().stats().reserved, 0);
-    let start = Instant::now();
-    while threads(CALLS[3]).len() < 4 || threads(CALLS[2]).len() < 2 {
-        assert!(start.elapsed() < HANG, "never freed");
-        std::thread::yield_now();
-    }
+    until(|| threads(CALLS[3]).len() == 4 && threads(CALLS[2]).len() == 2);
     assert!(threads(CALLS[0]).iter().all(|&thread| thread == here), "what is made is made here");
     for call in &CALLS[2..] {
         assert!(threads(call).iter().all(|&thread| thread != here), "{call}");
@@ -752,6 +759,7 @@ fn sizes_at_the_ends() {
             assert!(error.to_string().contains(&bytes.to_string()), "{error}");
         }
     }
+    assert_eq!(calls(&gpu), before);
     // Without a limit of ours there are the system's.
     let free = with_pool(&gpu, PoolOptions::new().budget(u64::MAX));
     for bytes in [usize::MAX, most, 1 << 47] {
@@ -763,9 +771,6 @@ fn sizes_at_the_ends() {
     let one = device.pool().acquire(1).unwrap();
     assert_eq!((one.len(), one.capacity()), (1, 4096));
     drop((one, free));
-    if gpu.sim.is_some() {
-        assert_eq!(calls(&gpu)[2..], before[2..]);
-    }
     end(gpu, device);
 }
 
@@ -811,11 +816,7 @@ fn buffers_may_outlive_their_device() {
     drop(pool);
     buffers.iter_mut().for_each(|buffer| buffer.fill(4));
     drop(buffers);
-    let start = Instant::now();
-    while page_locked(&gpu) != before {
-        assert!(start.elapsed() < HANG, "never freed");
-        std::thread::yield_now();
-    }
+    until(|| page_locked(&gpu) == before);
     gpu.finish();
 }
 
