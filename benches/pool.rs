@@ -82,7 +82,7 @@ fn leases(bench: &Bench, args: &Args, add: &mut dyn FnMut(Row)) -> Outcome<()> {
     for (case, threads) in [("lease", 1), ("lease, 8 threads", THREADS)] {
         let mut times = [Vec::new(), Vec::new()];
         for round in 0..=rounds {
-            let both = [a_cycle(threads, cycles / threads, &ours), a_cycle(threads, cycles / threads, &peer)];
+            let both = [a_cycle(threads, cycles, &ours), a_cycle(threads, cycles, &peer)];
             for (times, time) in times.iter_mut().zip(both).filter(|_| round > 0) {
                 times.push(time);
             }
