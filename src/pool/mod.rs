@@ -112,7 +112,9 @@ struct Counts {
     freed: AtomicU64,
     refused: AtomicU64,
     peak: AtomicU64,
-    /// What was reserved when the driver first refused more; 0: it never did.
+    /// Bytes of blocks that there are; what others are about to make, and may be refused, does not count.
+    held: AtomicU64,
+    /// What was held when the driver first refused more; 0: it never did.
     limit: AtomicU64,
 }
 
@@ -231,8 +233,7 @@ impl PinnedPool {
         let made = loop {
             match Pinned::make(&inner.context, capacity, inner.placement) {
                 Err(error) if error.is_out_of_memory() => {
-                    // The block that was refused is counted too.
-                    let limit = inner.shelf.reserved().saturating_sub(capacity as u64);
+                    let limit = inner.counts.held.load(Ordering::Relaxed);
                     let _ = inner.counts.limit.compare_exchange(0, limit.max(1), Ordering::Relaxed, Ordering::Relaxed);
                     match inner.shelf.evict() {
                         Some(block) => self.free(vec![block]),
@@ -245,6 +246,7 @@ impl PinnedPool {
         match &made {
             Ok(_) => {
                 inner.counts.made.fetch_add(1, Ordering::Relaxed);
+                inner.counts.held.fetch_add(capacity as u64, Ordering::Relaxed);
                 inner.counts.peak.fetch_max(inner.shelf.reserved(), Ordering::Relaxed);
             }
             Err(_) => inner.shelf.give_up(capacity),
@@ -253,6 +255,8 @@ impl PinnedPool {
     }
 
     fn free(&self, blocks: Vec<Pinned>) {
+        let bytes = blocks.iter().map(|block| block.capacity() as u64).sum();
+        self.0.counts.held.fetch_sub(bytes, Ordering::Relaxed);
         self.0.counts.freed.fetch_add(blocks.len() as u64, Ordering::Relaxed);
         drop(blocks);
     }

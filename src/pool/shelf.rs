@@ -83,11 +83,15 @@ impl<B: Block> Shelf<B> {
         if let Some(block) = self.reuse(capacity) {
             return Some(Taken::Block(block));
         }
-        if let Some(evicted) = self.grant(capacity) {
+        let granted = self.grant(capacity);
+        if let Some(Taken::Grant(evicted)) = granted {
             return Some(Taken::Grant(evicted));
         }
         // What `grant` looked through may just have been missed by somebody who waits.
         self.tell();
+        if granted.is_some() {
+            return granted;
+        }
         let deadline = match when_full {
             _ if capacity as u64 > self.budget => return None,
             WhenFull::Refuse => return None,
@@ -103,8 +107,8 @@ impl<B: Block> Shelf<B> {
             if let Some(block) = self.reuse(capacity) {
                 break Some(Taken::Block(block));
             }
-            if let Some(evicted) = self.grant(capacity) {
-                break Some(Taken::Grant(evicted));
+            if let Some(taken) = self.grant(capacity) {
+                break Some(taken);
             }
             match deadline {
                 None => self.freed.wait(&mut gate),
@@ -134,34 +138,43 @@ impl<B: Block> Shelf<B> {
         Some(block)
     }
 
-    /// Counts a block that is to be made, and takes out what must go for it.
-    fn grant(&self, capacity: usize) -> Option<Vec<B>> {
-        let mut evicted = Vec::new();
-        loop {
-            let add = |reserved: u64| reserved.checked_add(capacity as u64).filter(|&sum| sum <= self.budget);
+    /// Counts a block that is to be made, and takes out what must go for it; or a block of this size that came back just now.
+    fn grant(&self, capacity: usize) -> Option<Taken<B>> {
+        let (mut evicted, mut room) = (Vec::new(), 0);
+        let taken = loop {
+            // What was taken out counts until this succeeds: somebody else would use the room, and it may have to stay.
+            let add = |reserved: u64| {
+                reserved.checked_sub(room)?.checked_add(capacity as u64).filter(|&sum| sum <= self.budget)
+            };
             if self.reserved.fetch_update(Ordering::SeqCst, Ordering::SeqCst, add).is_ok() {
-                return Some(evicted);
+                return Some(Taken::Grant(evicted));
             }
-            match self.evict() {
-                Some(block) => evicted.push(block),
-                None => {
-                    // Not enough: they stay.
-                    for block in evicted {
-                        self.reserved.fetch_add(block.capacity() as u64, Ordering::SeqCst);
-                        self.shelve(block);
-                    }
-                    return None;
+            match self.take_idle() {
+                Some(block) if block.capacity() == capacity => break Some(Taken::Block(block)),
+                Some(block) => {
+                    room += block.capacity() as u64;
+                    evicted.push(block);
                 }
+                None => break None,
             }
-        }
+        };
+        // Not enough, or not needed: they stay.
+        evicted.into_iter().for_each(|block| self.shelve(block));
+        taken
     }
 
     /// Takes the largest idle block out for good.
     pub(crate) fn evict(&self) -> Option<B> {
+        let block = self.take_idle()?;
+        self.reserved.fetch_sub(block.capacity() as u64, Ordering::SeqCst);
+        Some(block)
+    }
+
+    /// The largest idle block; it still counts.
+    fn take_idle(&self) -> Option<B> {
         let from_large = self.large.lock().pop();
         let block = from_large.or_else(|| self.classes.iter().rev().find_map(|class| class.lock().pop()))?;
         self.idle.fetch_sub(block.capacity() as u64, Ordering::SeqCst);
-        self.reserved.fetch_sub(block.capacity() as u64, Ordering::SeqCst);
         Some(block)
     }
 
@@ -305,6 +318,23 @@ mod loom_tests {
             shelf.give_up(4096);
             assert!(waiter.join().unwrap());
             assert_eq!(shelf.reserved(), 4096);
+        });
+    }
+
+    /// It takes idle blocks out, finds that they are too few, and puts them back.
+    #[test]
+    fn who_is_refused_leaves_no_more_than_there_may_be() {
+        model(|| {
+            let shelf: Arc<Shelf<usize>> = Arc::new(Shelf::new(8192));
+            for _ in 0..2 {
+                assert!(matches!(shelf.take(4096, WhenFull::Refuse), Some(Taken::Grant(_))));
+            }
+            shelf.put(4096);
+            let other = shelf.clone();
+            let taker = thread::spawn(move || other.take(4096, WhenFull::Refuse).is_some());
+            assert!(shelf.take(8192, WhenFull::Refuse).is_none());
+            taker.join().unwrap();
+            assert_eq!(shelf.reserved(), 8192);
         });
     }
 

@@ -18,6 +18,7 @@ mod lacking;
 mod load;
 mod machines;
 mod ordering;
+mod pool;
 mod registration;
 mod shapes;
 mod slices;

@@ -192,6 +192,35 @@ fn registration_answers_as_measured() {
     assert_eq!(register(read_only.cast(), 8192, 8), 801);
 }
 
+/// One registration may not be as long as 512 GiB, wherever it lies.
+#[test]
+fn the_longest_registration() {
+    let sim = device(H200).unwrap();
+    context(sim.ordinal());
+    const MOST: usize = 1 << 39;
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+    // SAFETY: a fresh mapping, of which no page is touched.
+    let place = unsafe { libc::mmap(null_mut(), MOST, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0) };
+    assert_ne!(place, libc::MAP_FAILED);
+    assert_eq!(register(place.cast(), MOST, 0), 2);
+    assert_eq!(register(place.cast(), MOST - 1, 0), 0, "nothing of the refused one is left");
+    assert_eq!(sim.evidence().registered_bytes, MOST as u64 - 1);
+    assert_eq!(unregister(place.cast()), 0);
+    // SAFETY: mapped above.
+    unsafe { libc::munmap(place, MOST) };
+}
+
+#[test]
+fn the_log_has_the_flags_of_page_locked_memory() {
+    let sim = device(H200).unwrap();
+    context(sim.ordinal());
+    let mut host = null_mut();
+    // SAFETY: a valid out-pointer.
+    ok(unsafe { sys::cuMemHostAlloc(&raw mut host, 100, 5) });
+    let call = sim.calls().into_iter().find(|call| call.name == "cuMemHostAlloc").unwrap();
+    assert_eq!((call.bytes, call.args[0]), (100, 5));
+}
+
 #[test]
 fn profiles_refuse_what_their_machines_refuse() {
     let text = "[platform.x.attributes]\nhost_register_supported = 1\nmanaged_memory = 1\n\

@@ -59,7 +59,7 @@ export! {
     }
 
     fn cuMemHostAlloc(call, address: Out<u64>, bytes: usize, flags: u32) {
-        call.bytes(bytes as u64).not_in_capture().ctx(|st, here| {
+        call.bytes(bytes as u64).args([u64::from(flags), 0, 0, 0]).not_in_capture().ctx(|st, here| {
             if flags > 7 {
                 return Err(INVALID_VALUE);
             }

@@ -1,0 +1,834 @@
+//! The pool of page-locked memory: sizes, the budget, waiting, refusals, and that the driver is left alone
+//! (field reports R08, R16, R17, R23, R25, R27, R28, R30, R31, R32, R35).
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use cuda_sim::{DeviceBuilder, MemoryKind};
+use transfer_tensor::cudarc::driver::{CudaSlice, sys};
+use transfer_tensor::{
+    Backing, Detector, Device, DeviceBuilder as Handle, PinnedBuffer, PoolOptions, Strategy, WhenFull,
+};
+
+use crate::machines::{code, drain, pattern};
+use crate::support::{Gpu, H200, HANG, SPARK, from_env, within};
+
+const KIB: usize = 1 << 10;
+const MIB: usize = 1 << 20;
+const GIB: usize = 1 << 30;
+/// On it nothing can be registered: every block is from `cuMemHostAlloc`, whatever its size.
+const CONFIDENTIAL: &str = "h100_h200_confidential";
+/// How all page-locked memory comes and goes.
+const CALLS: [&str; 4] = ["cuMemHostAlloc", "cuMemHostRegister", "cuMemFreeHost", "cuMemHostUnregister"];
+/// `CU_MEMHOSTALLOC_WRITECOMBINED`.
+const WRITE_COMBINED: u64 = 4;
+
+fn handle<'a>(gpu: &'a Gpu, pool: PoolOptions) -> Handle<'a> {
+    let detector = gpu.sim.as_ref().map_or_else(Detector::new, |sim| Detector::new().fs_root(sim.host_root()));
+    Device::builder(&gpu.stream).detector(detector).pool(pool)
+}
+
+/// Another handle of the device, with a pool of its own.
+fn with_pool(gpu: &Gpu, pool: PoolOptions) -> Device {
+    handle(gpu, pool).build().unwrap()
+}
+
+/// Ends a test in which everything came back: the pool can be emptied, and no error is left for anybody.
+#[track_caller]
+fn end(gpu: Gpu, device: Device) {
+    drain(&device);
+    device.pool().trim(0);
+    assert_eq!(device.pool().stats().idle, 0);
+    assert_eq!((device.stats().leaked, device.stats().free_errors), (0, 0));
+    gpu.context.check_err().unwrap();
+    if gpu.sim.is_none() {
+        // What staging keeps would be freed under the next test's gate, for which a real driver waits.
+        std::mem::forget(device.clone());
+    }
+    drop(device);
+    gpu.finish();
+}
+
+/// Page-locked bytes by the driver's own account.
+fn page_locked(gpu: &Gpu) -> Option<u64> {
+    gpu.sim.as_ref().map(|sim| sim.evidence().pinned_bytes + sim.evidence().registered_bytes)
+}
+
+/// How often memory was page-locked or freed.
+fn calls(gpu: &Gpu) -> [usize; 4] {
+    CALLS.map(|call| gpu.sim.as_ref().map_or(0, |sim| sim.count(call)))
+}
+
+/// Waits for what another thread does.
+#[track_caller]
+fn until(mut done: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !done() {
+        assert!(start.elapsed() < HANG, "never happens");
+        std::thread::yield_now();
+    }
+}
+
+fn next(seed: &mut u64) -> usize {
+    *seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+    (*seed >> 33) as usize
+}
+
+/// Mostly small ones, as programs have.
+fn random_size(seed: &mut u64, most: usize) -> usize {
+    let power = next(seed) % (most.ilog2() - 9) as usize;
+    (KIB + next(seed) % (KIB << power)).min(most)
+}
+
+/// Marks a buffer's ends (and what lies between, at every page) as its own.
+fn mark(buffer: &mut PinnedBuffer, tag: u8) {
+    buffer.iter_mut().step_by(4096).for_each(|byte| *byte = tag);
+    *buffer.last_mut().unwrap() = tag;
+}
+
+#[track_caller]
+fn check_mark(buffer: &PinnedBuffer, tag: u8) {
+    assert!(buffer.iter().step_by(4096).all(|&byte| byte == tag));
+    assert_eq!(*buffer.last().unwrap(), tag);
+}
+
+/// R08: what was freed is only handed out again for what fits into it.
+#[test]
+fn a_block_is_never_smaller_than_the_request() {
+    // There memory that nobody touches is never made.
+    let simulated = Gpu::built(from_env(DeviceBuilder::new(CONFIDENTIAL).poison(false)));
+    let gpu = simulated.unwrap_or_else(|| Gpu::any(H200));
+    let device = with_pool(&gpu, PoolOptions::new().budget(4 << 30));
+    let small = device.pool().acquire(150 * MIB + 1).unwrap();
+    assert!(small.capacity() > 150 * MIB);
+    let address = small.as_ptr();
+    drop(small);
+    let large = device.pool().acquire(200 * MIB).unwrap();
+    assert_eq!(large.len(), 200 * MIB);
+    assert!(large.capacity() >= 200 * MIB);
+    assert_ne!(large.as_ptr(), address);
+    assert_eq!(device.pool().stats().made, 2);
+    // The first one serves who has room in it.
+    let again = device.pool().acquire(151 * MIB).unwrap();
+    assert_eq!((again.as_ptr(), device.pool().stats().made), (address, 2));
+    drop((large, again));
+    end(gpu, device);
+}
+
+/// R16: no rounding up to powers of two.
+#[test]
+fn large_blocks_are_as_large_as_asked() {
+    // A refusal is as good for the question, and 5 GiB are never made.
+    if let Some(gpu) = Gpu::simulated(CONFIDENTIAL) {
+        let sim = gpu.sim.as_ref().unwrap();
+        let device = with_pool(&gpu, PoolOptions::new().budget(64 << 30));
+        for (request, most) in [(5 * GIB + 1, 5 * GIB + 1 + 2 * MIB), (80 * MIB + 1, (80 * MIB + 1) * 11 / 10)] {
+            sim.clear_calls();
+            sim.fail_always("cuMemHostAlloc", 2);
+            let error = device.pool().acquire(request).unwrap_err();
+            assert!(error.is_out_of_memory() && error.to_string().contains(&request.to_string()), "{error}");
+            let asked: Vec<u64> = sim.calls().iter().filter(|call| call.name == CALLS[0]).map(|c| c.bytes).collect();
+            assert_eq!(asked.len(), 1, "{asked:?}");
+            assert!((request as u64..=most as u64).contains(&asked[0]), "{request}: {asked:?}");
+        }
+        sim.clear_failures();
+        assert_eq!(device.pool().stats().reserved, 0);
+        end(gpu, device);
+    }
+    let gpu = Gpu::any(H200);
+    let device = with_pool(&gpu, PoolOptions::new().budget(1 << 30));
+    let request = 80 * MIB + 1;
+    let buffer = device.pool().acquire(request).unwrap();
+    let reserved = device.pool().stats().reserved;
+    assert!((request as u64..=request as u64 * 11 / 10).contains(&reserved), "{reserved}");
+    assert_eq!(reserved, buffer.capacity() as u64);
+    drop(buffer);
+    end(gpu, device);
+}
+
+/// R16: the statistics are what the driver was asked for, of either kind of block.
+#[test]
+fn what_is_reserved_is_what_the_driver_gave() {
+    let gpu = Gpu::any(H200);
+    let device = with_pool(&gpu, PoolOptions::new().budget(1 << 30));
+    let before = page_locked(&gpu);
+    let mut seed = 5;
+    let mut lent = Vec::new();
+    for round in 0..60 {
+        if round % 3 == 2 {
+            lent.swap_remove(next(&mut seed) % lent.len());
+        } else {
+            let bytes = if round % 10 == 0 { 9 * MIB + round } else { random_size(&mut seed, 3 * MIB) };
+            lent.push(device.pool().acquire(bytes).unwrap());
+        }
+        let stats = device.pool().stats();
+        let capacities: u64 = lent.iter().map(|buffer| buffer.capacity() as u64).sum();
+        assert_eq!(stats.reserved, capacities + stats.idle);
+        assert!(stats.peak >= stats.reserved);
+        if let Some(now) = page_locked(&gpu) {
+            assert_eq!(now - before.unwrap(), stats.reserved);
+        }
+    }
+    drop(lent);
+    let stats = device.pool().stats();
+    assert_eq!(stats.idle, stats.reserved);
+    assert_eq!(device.pool().trim(stats.reserved), 0);
+    assert_eq!(device.pool().trim(0), stats.reserved);
+    assert_eq!(device.pool().stats().freed, stats.made);
+    assert_eq!(page_locked(&gpu), before);
+    end(gpu, device);
+}
+
+/// R17: longer than one registration may be. The bytes are named, and nobody else meets the error.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_registration_that_is_too_long_is_a_typed_error() {
+    struct Mapped(*mut libc::c_void);
+    // SAFETY: an address of memory that nobody writes to.
+    unsafe impl Send for Mapped {}
+    // SAFETY: as above.
+    unsafe impl Sync for Mapped {}
+    const LONG: usize = 1 << 39;
+    impl AsRef<[u8]> for Mapped {
+        fn as_ref(&self) -> &[u8] {
+            // SAFETY: mapped as long as this is there, and readable.
+            unsafe { std::slice::from_raw_parts(self.0.cast(), LONG) }
+        }
+    }
+    impl Drop for Mapped {
+        fn drop(&mut self) {
+            // SAFETY: mapped below, unmapped once.
+            unsafe { libc::munmap(self.0, LONG) };
+        }
+    }
+    let Some(gpu) = Gpu::simulated(H200) else { return };
+    let sim = gpu.sim.as_ref().unwrap();
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+    // SAFETY: a fresh mapping, of which no page is touched.
+    let place = unsafe { libc::mmap(std::ptr::null_mut(), LONG, libc::PROT_READ, flags, -1, 0) };
+    assert_ne!(place, libc::MAP_FAILED);
+    let bytes = std::sync::Arc::new(Mapped(place));
+    let options = gpu.device.tensor().strategy(Strategy::ZeroCopy).backing(Backing::Registered);
+    let error = options.from_shared_bytes::<u8, _>(bytes.clone(), 0..LONG, [LONG]).unwrap_err();
+    assert!(error.is_out_of_memory(), "{error}");
+    assert!(error.to_string().contains(&LONG.to_string()), "{error}");
+    let asked = |result: u32| {
+        let one = |call: &&cuda_sim::Call| call.name.starts_with(CALLS[1]) && call.result == result;
+        sim.calls().iter().filter(one).map(|call| call.bytes).max()
+    };
+    assert_eq!(asked(2), Some(LONG as u64));
+    gpu.context.check_err().unwrap();
+    drop(bytes);
+    // The next call is a call like any other.
+    let values = pattern(MIB, 1);
+    let options = gpu.device.tensor().strategy(Strategy::Streamed).pin(true);
+    let tensor = options.from_vec(values.clone(), [MIB]).unwrap();
+    assert!(tensor.is_pinned());
+    drop(tensor.device(&gpu.stream).unwrap());
+    assert!(*tensor.host().unwrap() == *values);
+    drop(tensor);
+    gpu.context.check_err().unwrap();
+    gpu.finish();
+}
+
+/// A machine on which only so much can be page-locked (WSL, containers); nothing can be registered where `alloc` is set.
+fn limited(mib: u32, alloc: bool) -> Option<Gpu> {
+    let toml = format!(
+        "[platform.limited]\nname = \"Limited\"\n[platform.limited.attributes]\n\
+         integrated = 0\ncan_map_host_memory = 1\nasync_engine_count = 2\ncc_major = 8\ncc_minor = 9\n\
+         host_register_supported = {}\nmemory_pools_supported = 1\nunified_addressing = 1\n\
+         [platform.limited.behaviour]\npinned_limit_mib = {mib}\n",
+        u8::from(!alloc)
+    );
+    Gpu::built(from_env(DeviceBuilder::from_toml(&toml, "limited")))
+}
+
+/// Both directions, by a tensor and by one-shots.
+#[track_caller]
+fn transfers_are_right(gpu: &Gpu, device: &Device) {
+    let bytes = pattern(16 * MIB + 3, 7);
+    let slice: CudaSlice<u8> = device.upload_new(&gpu.stream, &bytes).unwrap();
+    assert!(device.download_vec(&gpu.stream, &slice).unwrap() == bytes);
+    drop(slice);
+    let mut tensor = device.tensor().strategy(Strategy::Streamed).from_slice(&bytes, [bytes.len()]).unwrap();
+    drop(tensor.device_mut(&gpu.stream).unwrap());
+    assert!(*tensor.host().unwrap() == *bytes);
+    drop(tensor);
+    drain(device);
+    gpu.context.check_err().unwrap();
+}
+
+/// R23: less can be page-locked than there is memory.
+#[test]
+fn beyond_the_systems_limit_the_pool_is_smaller() {
+    for alloc in [false, true] {
+        let Some(gpu) = limited(24, alloc) else { return };
+        let device = with_pool(&gpu, PoolOptions::new().budget(1 << 30));
+        let got = device.pool().reserve(4 * MIB, 16).unwrap();
+        assert_eq!(got, 24 << 20);
+        let stats = device.pool().stats();
+        assert_eq!((stats.reserved, stats.idle, stats.pinned_limit), (24 << 20, 24 << 20, Some(24 << 20)));
+        transfers_are_right(&gpu, &device);
+        assert!(device.pool().stats().reserved <= 24 << 20);
+        end(gpu, device);
+    }
+}
+
+/// R23: the same when the reservation is made behind the program's back.
+#[test]
+fn a_refused_reservation_in_the_background_leaves_no_error() {
+    let Some(gpu) = limited(24, false) else { return };
+    let device = with_pool(&gpu, PoolOptions::new().budget(1 << 30).reserve(4 * MIB, 16));
+    transfers_are_right(&gpu, &device);
+    until(|| device.pool().stats().pinned_limit.is_some());
+    let limit = device.pool().stats().pinned_limit.unwrap();
+    assert!(limit <= 24 << 20, "{limit}");
+    transfers_are_right(&gpu, &device);
+    end(gpu, device);
+}
+
+/// R23: who wants all or nothing is told.
+#[test]
+fn a_strict_pool_says_that_there_is_no_room() {
+    let Some(gpu) = limited(24, false) else { return };
+    let before = page_locked(&gpu);
+    let strict = || PoolOptions::new().budget(1 << 30).strict(true);
+    let error = handle(&gpu, strict().reserve(4 * MIB, 16)).build().unwrap_err();
+    assert!(error.is_out_of_memory(), "{error}");
+    assert!(error.to_string().contains(&(4 * MIB).to_string()), "{error}");
+    gpu.context.check_err().unwrap();
+    // What it had until then goes.
+    until(|| page_locked(&gpu) == before);
+    // What fits is there when the device is.
+    let device = with_pool(&gpu, strict().reserve(4 * MIB, 5));
+    assert_eq!(device.pool().stats().idle, 20 << 20);
+    let error = device.pool().reserve(4 * MIB, 7).unwrap_err();
+    assert!(error.is_out_of_memory(), "{error}");
+    assert!(device.pool().stats().reserved <= 24 << 20);
+    // A tensor is pinned or is not made; the next one is.
+    let options = || device.tensor().strategy(Strategy::Streamed);
+    let error = options().from_slice(&vec![1u8; 32 * MIB], [32 * MIB]).unwrap_err();
+    assert!(error.is_out_of_memory() && error.to_string().contains(&(32 * MIB).to_string()), "{error}");
+    gpu.context.check_err().unwrap();
+    let small = options().from_slice(&[1u8; 1000], [1000]).unwrap();
+    assert!(small.is_pinned());
+    drop(small);
+    // A host side that is only wanted later.
+    let mut later = options().zeros::<u8>([32 * MIB]).unwrap();
+    let error = later.host_mut().unwrap_err();
+    assert!(error.is_out_of_memory(), "{error}");
+    drop(later);
+    transfers_of_a_strict_device(&gpu, &device);
+    end(gpu, device);
+}
+
+/// One-shots need no memory that lies ready.
+fn transfers_of_a_strict_device(gpu: &Gpu, device: &Device) {
+    let bytes = pattern(9 * MIB, 3);
+    let slice: CudaSlice<u8> = device.upload_new(&gpu.stream, &bytes).unwrap();
+    assert!(device.download_vec(&gpu.stream, &slice).unwrap() == bytes);
+}
+
+/// R25: many sizes do not add up.
+#[test]
+fn random_sizes_stay_within_the_budget() {
+    const BUDGET: u64 = 40 << 20;
+    let gpu = Gpu::any(H200);
+    let device = with_pool(&gpu, PoolOptions::new().budget(BUDGET));
+    let before = page_locked(&gpu);
+    let (mut lent, mut seed, mut refused) = (Vec::<(PinnedBuffer, u8)>::new(), 1, 0u64);
+    for round in 0..2000 {
+        let bytes = random_size(&mut seed, 4 * MIB);
+        let mut buffer = loop {
+            match device.pool().acquire(bytes) {
+                Ok(buffer) => break buffer,
+                Err(error) => {
+                    assert!(error.is_out_of_memory(), "{error}");
+                    refused += 1;
+                    let (buffer, tag) = lent.swap_remove(next(&mut seed) % lent.len());
+                    check_mark(&buffer, tag);
+                }
+            }
+        };
+        assert_eq!(buffer.len(), bytes);
+        assert!(buffer.capacity() >= bytes);
+        let tag = round as u8;
+        mark(&mut buffer, tag);
+        lent.push((buffer, tag));
+        if lent.len() > 16 {
+            let (buffer, tag) = lent.swap_remove(next(&mut seed) % lent.len());
+            check_mark(&buffer, tag);
+        }
+        let stats = device.pool().stats();
+        assert!(stats.reserved <= BUDGET && stats.peak <= BUDGET, "{stats:?}");
+    }
+    let stats = device.pool().stats();
+    assert_eq!((stats.acquired, stats.refused, stats.pinned_limit), (2000, refused, None));
+    if let Some(sim) = &gpu.sim {
+        assert!(sim.evidence().pinned_bytes_peak + sim.evidence().registered_bytes_peak >= stats.peak);
+        assert_eq!(page_locked(&gpu).unwrap() - before.unwrap(), stats.reserved);
+    }
+    lent.clear();
+    assert_eq!(device.pool().trim(0), device.pool().stats().peak.min(stats.reserved));
+    let stats = device.pool().stats();
+    assert_eq!((stats.reserved, stats.idle), (0, 0));
+    assert_eq!(stats.made, stats.freed);
+    assert_eq!(page_locked(&gpu), before);
+    end(gpu, device);
+}
+
+/// R25: what failed is not counted.
+#[test]
+fn a_failed_allocation_changes_nothing() {
+    let Some(gpu) = Gpu::simulated(H200) else { return };
+    let sim = gpu.sim.as_ref().unwrap();
+    let device = with_pool(&gpu, PoolOptions::new().budget(1 << 30));
+    let lent = device.pool().acquire(MIB).unwrap();
+    drop(device.pool().acquire(64 * KIB).unwrap());
+    let before = (device.pool().stats(), page_locked(&gpu));
+    // Mapped or allocated; for want of memory or not.
+    for bytes in [100 * KIB, 20 * MIB] {
+        CALLS[..2].iter().for_each(|call| sim.fail_always(call, 999));
+        let error = device.pool().acquire(bytes).unwrap_err();
+        assert_eq!(error.driver_code(), Some(999), "{error}");
+        let after = device.pool().stats();
+        assert_eq!((after.reserved, after.idle, after.made), (before.0.reserved, before.0.idle, before.0.made));
+        assert_eq!((after.pinned_limit, page_locked(&gpu)), (None, before.1));
+        sim.clear_failures();
+    }
+    // Where the driver has no more, idle blocks go first.
+    CALLS[..2].iter().for_each(|call| sim.fail_always(call, 2));
+    for bytes in [100 * KIB, 20 * MIB] {
+        let error = device.pool().acquire(bytes).unwrap_err();
+        assert!(error.is_out_of_memory() && error.to_string().contains(&bytes.to_string()), "{error}");
+        let after = device.pool().stats();
+        assert_eq!((after.reserved, after.idle), (lent.capacity() as u64, 0));
+        assert_eq!(page_locked(&gpu), before.1.map(|bytes| bytes - 64 * KIB as u64));
+    }
+    sim.clear_failures();
+    let after = device.pool().stats();
+    assert_eq!(after.refused, 4);
+    assert!(after.pinned_limit.is_some_and(|limit| limit <= before.0.reserved), "{after:?}");
+    gpu.context.check_err().unwrap();
+    drop(device.pool().acquire(20 * MIB).unwrap());
+    drop(lent);
+    end(gpu, device);
+}
+
+/// R27: what was reserved is there, and using it asks the driver for nothing.
+#[test]
+fn a_reservation_is_made_once() {
+    let gpu = Gpu::any(H200);
+    let device = with_pool(&gpu, PoolOptions::new().budget(1 << 30).reserve(6 * MIB, 4).reserve(100 * KIB, 2));
+    // At once, whether or not the others are made.
+    drop(device.pool().acquire(MIB).unwrap());
+    let lying = 4 * (6 << 20) + 2 * (128 << 10) + (1 << 20);
+    until(|| device.pool().stats().idle == lying);
+    let (made, before) = (device.pool().stats().made, calls(&gpu));
+    assert_eq!(made, 7);
+    for _ in 0..3 {
+        let large: Vec<_> = (0..4).map(|_| device.pool().acquire(6 * MIB).unwrap()).collect();
+        let small: Vec<_> = (0..2).map(|_| device.pool().acquire(100 * KIB).unwrap()).collect();
+        drop((large, small));
+    }
+    assert_eq!((device.pool().stats().made, calls(&gpu)), (made, before));
+    end(gpu, device);
+}
+
+/// R28: a program that goes round does not page-lock anything.
+#[test]
+fn in_steady_state_the_driver_is_left_alone() {
+    let gpu = Gpu::any(H200);
+    let device = with_pool(&gpu, PoolOptions::new().budget(1 << 30));
+    let sizes = [1000, 64 * KIB, MIB + 1, 5 * MIB];
+    let cycle = |count: usize| {
+        for round in 0..count {
+            let mut one = device.pool().acquire(sizes[round % 4]).unwrap();
+            one[0] = round as u8;
+        }
+    };
+    let values = pattern(MIB + 1, 9);
+    let mut target = vec![0u8; values.len()];
+    // Pinned tensors of one shape, pageable ones, and one-shots.
+    let mut round_trips = |count: usize| {
+        for _ in 0..count {
+            let mut tensor = device.tensor().strategy(Strategy::Streamed).from_slice(&values, [values.len()]).unwrap();
+            assert!(tensor.is_pinned());
+            drop(tensor.device_mut(&gpu.stream).unwrap());
+            assert!(*tensor.host().unwrap() == *values);
+            drop(tensor);
+            let slice: CudaSlice<u8> = device.upload_new(&gpu.stream, &values).unwrap();
+            device.download(&gpu.stream, &slice, &mut target).unwrap();
+            drop(slice);
+            drain(&device);
+        }
+        assert!(target == values);
+    };
+    cycle(8);
+    round_trips(4);
+    let before = (device.pool().stats(), calls(&gpu));
+    cycle(10_000);
+    round_trips(200);
+    let after = device.pool().stats();
+    assert_eq!((after.made, after.freed), (before.0.made, before.0.freed));
+    assert_eq!(calls(&gpu), before.1, "{CALLS:?}");
+    assert!(after.acquired >= before.0.acquired + 10_200);
+    end(gpu, device);
+}
+
+/// R30: the CPU reads write-combined memory at a tenth of the speed.
+#[test]
+fn nothing_is_write_combined() {
+    for profile in [H200, CONFIDENTIAL, SPARK] {
+        let gpu = Gpu::any(profile);
+        let device = with_pool(&gpu, PoolOptions::new().budget(1 << 30));
+        gpu.context.bind_to_thread().unwrap();
+        let not_combined = |address: *const u8| {
+            let mut flags = 0;
+            // SAFETY: a valid place for the answer; the driver checks the address.
+            assert_eq!(code(unsafe { sys::cuMemHostGetFlags(&raw mut flags, address.cast_mut().cast()) }), 0);
+            assert_eq!(u64::from(flags) & WRITE_COMBINED, 0, "{profile}");
+        };
+        for bytes in [1, 64 * KIB, 5 * MIB] {
+            not_combined(device.pool().acquire(bytes).unwrap().as_ptr());
+        }
+        if device.platform().capabilities().can_register {
+            let options = device.tensor().strategy(Strategy::ZeroCopy).backing(Backing::Pinned);
+            not_combined(options.zeros::<u8>([5 * MIB]).unwrap().host().unwrap().as_ptr());
+        }
+        transfers_are_right(&gpu, &device);
+        if let Some(sim) = &gpu.sim {
+            let allocations: Vec<_> = sim.calls().into_iter().filter(|call| call.name == CALLS[0]).collect();
+            assert!(!allocations.is_empty());
+            assert!(allocations.iter().all(|call| call.args[0] & WRITE_COMBINED == 0), "{profile}: {allocations:?}");
+        }
+        end(gpu, device);
+    }
+}
+
+/// R31: a copy that is called asynchronous waits, where the memory is pageable: none is given any.
+#[test]
+fn downloads_never_name_pageable_memory_to_the_driver() {
+    let Some(gpu) = Gpu::simulated(H200) else { return };
+    let sim = gpu.sim.as_ref().unwrap();
+    let device = with_pool(&gpu, PoolOptions::new().budget(1 << 30));
+    let mut expected = 0;
+    for bytes in [1, 4097, 300 * KIB, 3 * MIB + 1, 20 * MIB + 5] {
+        let values = pattern(bytes, 4);
+        let slice: CudaSlice<u8> = device.upload_new(&gpu.stream, &values).unwrap();
+        let mut target = vec![0u8; bytes];
+        device.download(&gpu.stream, &slice, &mut target).unwrap();
+        assert!(target == values && device.download_vec(&gpu.stream, &slice).unwrap() == values);
+        // A tensor over the caller's own memory, both ways.
+        let mut tensor = device.tensor().strategy(Strategy::Streamed).from_vec(target, [bytes]).unwrap();
+        assert!(!tensor.is_pinned());
+        drop(tensor.device_mut(&gpu.stream).unwrap());
+        assert!(*tensor.host().unwrap() == *values);
+        expected += 3 * bytes as u64;
+    }
+    gpu.context.synchronize().unwrap();
+    let evidence = sim.evidence();
+    assert_eq!((evidence.copied_d2h_pageable, evidence.copied_d2h_pinned), (0, expected));
+    assert_eq!(sim.count("cuMemcpyDtoH"), 0, "the call that waits");
+    assert!(sim.count("cuMemcpyDtoHAsync") > 0);
+    end(gpu, device);
+}
+
+/// R31: so a download is submitted while its stream is held, wherever the host side is from the pool.
+#[test]
+fn submitting_a_download_to_pinned_memory_does_not_wait() {
+    let gpu = Gpu::any(H200);
+    let device = with_pool(&gpu, PoolOptions::new().budget(1 << 30));
+    let values = pattern(20 * MIB + 5, 5);
+    let mut tensor = device.tensor().strategy(Strategy::Streamed).from_slice(&values, [values.len()]).unwrap();
+    // Warm: what is needed is allocated.
+    drop(tensor.device_mut(&gpu.stream).unwrap());
+    let mut tensor = tensor.to_host().unwrap().wait().unwrap();
+    assert!(tensor.is_pinned());
+    gpu.stream.synchronize().unwrap();
+    let gate = gpu.gate(&gpu.stream);
+    drop(tensor.device_mut(&gpu.stream).unwrap());
+    let transfer = within(HANG, move || tensor.to_host().unwrap());
+    let refused = transfer.try_wait().unwrap_err();
+    assert!(refused.error.is_not_ready(), "{}", refused.error);
+    gate.open();
+    let tensor = refused.value.wait().unwrap();
+    assert!(*tensor.host().unwrap() == *values);
+    drop(tensor);
+    end(gpu, device);
+}
+
+/// R32: memory that the system keeps in place is not page-locked for the driver.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_locked_vec_is_not_pinned() {
+    let gpu = Gpu::any(H200);
+    let values = pattern(64 * KIB, 6);
+    let (address, bytes) = (values.as_ptr(), values.len());
+    // SAFETY: the range is the vector's, and unlocked before it goes.
+    let locked = unsafe { libc::mlock(address.cast(), bytes) } == 0;
+    if !locked {
+        eprintln!("mlock was refused ({}): nothing to see", std::io::Error::last_os_error());
+    }
+    let mut tensor = gpu.device.tensor().strategy(Strategy::Streamed).from_vec(values, [bytes]).unwrap();
+    assert_eq!(tensor.host().unwrap().as_ptr(), address);
+    assert!(!tensor.is_pinned());
+    if let Some(sim) = &gpu.sim {
+        assert_eq!(sim.memory_kind(address as u64), MemoryKind::Pageable);
+    }
+    drop(tensor.device_mut(&gpu.stream).unwrap());
+    assert!(*tensor.host().unwrap() == *pattern(bytes, 6));
+    if let Some(sim) = &gpu.sim {
+        // It travels as pageable memory does.
+        let evidence = sim.evidence();
+        assert_eq!((evidence.copied_h2d_pageable, evidence.copied_d2h_pageable), (0, 0));
+    }
+    let values = tensor.into_vec().unwrap();
+    if locked {
+        // SAFETY: locked above.
+        assert_eq!(unsafe { libc::munlock(address.cast(), bytes) }, 0);
+    }
+    drop(values);
+    gpu.finish();
+}
+
+/// R35: unregistering may take a second a gigabyte: who drops does not do it.
+#[test]
+fn unpinning_is_another_threads_work() {
+    let Some(gpu) = Gpu::simulated(H200) else { return };
+    let sim = gpu.sim.as_ref().unwrap();
+    let options = || gpu.device.tensor().strategy(Strategy::Streamed).pin(true);
+    let threads = |name: &str| -> Vec<u64> {
+        sim.calls().iter().filter(|call| call.name.starts_with(name)).map(|call| call.thread).collect()
+    };
+    let device = with_pool(&gpu, PoolOptions::new().budget(1 << 30).keep_idle(0));
+    let last = with_pool(&gpu, PoolOptions::new().budget(1 << 30));
+    // Making a device asks what the driver can do.
+    sim.clear_calls();
+    let tensor = options().from_vec(pattern(MIB, 1), [MIB]).unwrap();
+    let shared = options().from_shared_bytes::<u8, _>(std::sync::Arc::new(pattern(MIB, 2)), 0..MIB, [MIB]).unwrap();
+    assert!(tensor.is_pinned() && shared.is_pinned());
+    let here = threads(CALLS[1])[0];
+    drop((tensor, shared));
+    // Blocks that are not kept, from either source.
+    for bytes in [MIB, 5 * MIB] {
+        drop(device.pool().acquire(bytes).unwrap());
+    }
+    // And those that are there when the last handle goes.
+    for bytes in [MIB, 5 * MIB] {
+        drop(last.pool().acquire(bytes).unwrap());
+    }
+    assert_eq!(last.pool().stats().idle, 6 << 20);
+    drop(last);
+    drain(&gpu.device);
+    drain(&device);
+    assert_eq!(device.pool().stats().reserved, 0);
+    until(|| threads(CALLS[3]).len() == 4 && threads(CALLS[2]).len() == 2);
+    assert!(threads(CALLS[0]).iter().all(|&thread| thread == here), "what is made is made here");
+    for call in &CALLS[2..] {
+        assert!(threads(call).iter().all(|&thread| thread != here), "{call}");
+    }
+    end(gpu, device);
+}
+
+/// One block for four threads: each gets it in the end, and no two have it at once.
+#[test]
+fn who_waits_gets_what_others_give_back() {
+    let gpu = Gpu::any(H200);
+    let options = PoolOptions::new().budget(MIB as u64).when_full(WhenFull::Block);
+    let device = with_pool(&gpu, options);
+    let pool = device.pool().clone();
+    within(HANG, move || {
+        let taken = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            for thread in 0..4u8 {
+                let (pool, taken) = (&pool, &taken);
+                scope.spawn(move || {
+                    for round in 0..500 {
+                        let mut buffer = match round % 2 {
+                            0 => pool.acquire(MIB).unwrap(),
+                            _ => pool.acquire_or(MIB - 5, WhenFull::Wait(Duration::from_secs(50))).unwrap(),
+                        };
+                        assert!(!taken.swap(true, Ordering::SeqCst), "two have it");
+                        buffer.fill(thread);
+                        std::thread::yield_now();
+                        assert!(buffer.iter().all(|&byte| byte == thread));
+                        taken.store(false, Ordering::SeqCst);
+                    }
+                });
+            }
+        });
+    });
+    let stats = device.pool().stats();
+    assert_eq!((stats.acquired, stats.made, stats.refused, stats.reserved), (2000, 1, 0, MIB as u64));
+    end(gpu, device);
+}
+
+/// A wait for a block of another size: idle ones go for it.
+#[test]
+fn who_waits_gets_room_that_others_give_back() {
+    let gpu = Gpu::any(H200);
+    let device = with_pool(&gpu, PoolOptions::new().budget(4 << 20));
+    let small: Vec<_> = (0..4).map(|_| device.pool().acquire(MIB).unwrap()).collect();
+    let pool = device.pool().clone();
+    let large = std::thread::spawn(move || pool.acquire_or(4 * MIB, WhenFull::Block).unwrap().capacity());
+    for buffer in small {
+        std::thread::yield_now();
+        drop(buffer);
+    }
+    assert_eq!(within(HANG, move || large.join().unwrap()), 4 * MIB);
+    let stats = device.pool().stats();
+    assert_eq!((stats.reserved, stats.freed), (4 << 20, 4));
+    end(gpu, device);
+}
+
+#[test]
+fn refusals_and_time_outs_name_what_there_is() {
+    let gpu = Gpu::any(H200);
+    let device = with_pool(&gpu, PoolOptions::new().budget(3 << 20).when_full(WhenFull::Block));
+    let lent = device.pool().acquire(2 * MIB).unwrap();
+    let said = |error: transfer_tensor::Error| {
+        assert!(error.is_out_of_memory(), "{error}");
+        let text = error.to_string();
+        for number in [2 * MIB - 7, 3 * MIB, 2 * MIB] {
+            assert!(text.contains(&number.to_string()), "{number}: {text}");
+        }
+    };
+    said(device.pool().try_acquire(2 * MIB - 7).unwrap_err());
+    let start = Instant::now();
+    said(device.pool().acquire_or(2 * MIB - 7, WhenFull::Wait(Duration::from_millis(30))).unwrap_err());
+    assert!(start.elapsed() >= Duration::from_millis(30));
+    assert_eq!(device.pool().stats().refused, 2);
+    // There is room for what is smaller.
+    drop(device.pool().acquire(MIB).unwrap());
+    drop(lent);
+    end(gpu, device);
+}
+
+#[test]
+fn a_budget_that_no_block_fits_into_ends_no_transfer() {
+    let gpu = Gpu::any(H200);
+    // A request within the budget whose block is not, and none at all.
+    for budget in [700 * KIB as u64, 0] {
+        let device = with_pool(&gpu, PoolOptions::new().budget(budget).when_full(WhenFull::Block));
+        let pool = device.pool().clone();
+        // It would wait for ever.
+        let error = within(HANG, move || pool.acquire(600 * KIB).unwrap_err());
+        assert!(error.is_out_of_memory() && error.to_string().contains(&budget.to_string()), "{error}");
+        assert_eq!(device.pool().reserve(MIB, 3).unwrap(), 0);
+        transfers_are_right(&gpu, &device);
+        let tensor = device.tensor().strategy(Strategy::Streamed).from_slice(&vec![1u8; MIB], [MIB]).unwrap();
+        assert!(!tensor.is_pinned());
+        drop(tensor);
+        drain(&device);
+        assert!(device.pool().stats().peak <= budget);
+    }
+    let device = with_pool(&gpu, PoolOptions::new().budget(0).strict(true));
+    let error = device.tensor().strategy(Strategy::Streamed).from_slice(&[1u8, 2], [2]).unwrap_err();
+    assert!(error.is_out_of_memory(), "{error}");
+    transfers_of_a_strict_device(&gpu, &device);
+    end(gpu, device);
+}
+
+#[test]
+fn sizes_at_the_ends() {
+    let gpu = Gpu::any(H200);
+    let device = with_pool(&gpu, PoolOptions::new().budget(1 << 20));
+    let before = calls(&gpu);
+    let mut nothing = device.pool().acquire(0).unwrap();
+    assert_eq!((nothing.len(), nothing.capacity(), nothing.device_address()), (0, 0, None));
+    nothing.fill(1);
+    assert!(nothing.is_empty());
+    drop(nothing);
+    assert_eq!(device.pool().reserve(0, 10).unwrap(), 0);
+    let most = isize::MAX as usize;
+    for bytes in [usize::MAX, most + 1, most, most - (2 << 20), 1 << 47] {
+        for when_full in [WhenFull::Refuse, WhenFull::Block] {
+            let pool = device.pool().clone();
+            let error = within(HANG, move || pool.acquire_or(bytes, when_full).unwrap_err());
+            assert!(error.is_invalid_input() || error.is_out_of_memory(), "{error}");
+            assert!(error.to_string().contains(&bytes.to_string()), "{error}");
+        }
+    }
+    assert_eq!(calls(&gpu), before);
+    // Without a limit of ours there are the system's.
+    let free = with_pool(&gpu, PoolOptions::new().budget(u64::MAX));
+    for bytes in [usize::MAX, most, 1 << 47] {
+        let error = free.pool().acquire(bytes).unwrap_err();
+        assert!(error.to_string().contains(&bytes.to_string()), "{error}");
+    }
+    assert_eq!(free.pool().stats().reserved, 0);
+    assert_eq!(device.pool().stats().reserved, 0);
+    let one = device.pool().acquire(1).unwrap();
+    assert_eq!((one.len(), one.capacity()), (1, 4096));
+    drop((one, free));
+    end(gpu, device);
+}
+
+/// Wherever and however a buffer ends, its block comes back.
+#[test]
+fn buffers_end_anywhere() {
+    let gpu = Gpu::any(H200);
+    let device = with_pool(&gpu, PoolOptions::new().budget(1 << 30));
+    let buffer = device.pool().acquire(5 * MIB).unwrap();
+    let address = buffer.as_ptr() as usize;
+    std::thread::spawn(move || drop(buffer)).join().unwrap();
+    let same = || {
+        let buffer = device.pool().acquire(5 * MIB).unwrap();
+        assert_eq!(buffer.as_ptr() as usize, address);
+        buffer
+    };
+    let buffer = same();
+    let panicked = catch_unwind(AssertUnwindSafe(move || {
+        let mut buffer = buffer;
+        buffer[5 * MIB] = 1;
+    }));
+    assert!(panicked.is_err());
+    drop(same());
+    assert_eq!(device.pool().stats().made, 1);
+    end(gpu, device);
+}
+
+/// A buffer keeps what it needs of its device.
+#[test]
+fn buffers_may_outlive_their_device() {
+    let gpu = Gpu::any(H200);
+    let before = page_locked(&gpu);
+    let device = with_pool(&gpu, PoolOptions::new().budget(1 << 30));
+    let mut buffers: Vec<_> = [1000, 5 * MIB].map(|bytes| device.pool().acquire(bytes).unwrap()).into();
+    let pool = device.pool().clone();
+    drop(device);
+    for buffer in &mut buffers {
+        buffer.fill(3);
+        assert!(buffer.iter().all(|&byte| byte == 3));
+    }
+    // The pool is a handle of its own.
+    drop(pool.acquire(2000).unwrap());
+    drop(pool);
+    buffers.iter_mut().for_each(|buffer| buffer.fill(4));
+    drop(buffers);
+    until(|| page_locked(&gpu) == before);
+    gpu.finish();
+}
+
+/// What is forgotten stays lent: nobody else ever gets it.
+#[test]
+fn a_forgotten_buffer_is_never_handed_out_again() {
+    let Some(gpu) = Gpu::simulated(H200) else { return };
+    let device = with_pool(&gpu, PoolOptions::new().budget(2 << 20));
+    let mut buffer = device.pool().acquire(MIB).unwrap();
+    buffer.fill(5);
+    let kept = buffer.as_ptr();
+    std::mem::forget(buffer);
+    let other = device.pool().acquire(MIB).unwrap();
+    assert_ne!(other.as_ptr(), kept);
+    assert!(device.pool().try_acquire(MIB).unwrap_err().is_out_of_memory());
+    drop(other);
+    assert_eq!(device.pool().trim(0), 1 << 20);
+    assert_eq!(device.pool().stats().reserved, 1 << 20);
+    // SAFETY: never freed.
+    assert!(unsafe { std::slice::from_raw_parts(kept, MIB) }.iter().all(|&byte| byte == 5));
+    drop(device);
+    gpu.finish_forgotten();
+}
