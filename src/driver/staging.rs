@@ -15,7 +15,7 @@ use super::context::{Context, Way};
 use super::copy;
 use super::event::Event;
 use super::memory::Address;
-use super::ring::{Ring, Work};
+use super::ring::{Ring, Work, caught};
 use super::stream::Stream;
 use crate::copy::pieces::{Blocks, Part, meeting};
 use crate::copy::workers::Workers;
@@ -43,7 +43,7 @@ pub(crate) struct Staging {
     context: Arc<Context>,
     pool: PinnedPool,
     /// Those that no copy has now, oldest first: as many as copies had at one time, two for each thread.
-    slots: Mutex<VecDeque<Slot>>,
+    slots: Arc<Mutex<VecDeque<Slot>>>,
 }
 
 #[derive(Debug)]
@@ -76,14 +76,27 @@ impl Slot {
     }
 }
 
+/// Gives the slots that nothing uses back to their pool; there may be others later.
+fn release(slots: &Mutex<VecDeque<Slot>>) -> bool {
+    let mut slots = slots.lock();
+    let (idle, busy) = slots.drain(..).map(|mut slot| (slot.idle(), slot)).partition::<Vec<_>, _>(|(idle, _)| *idle);
+    slots.extend(busy.into_iter().map(|(_, slot)| slot));
+    drop(slots);
+    drop(idle);
+    true
+}
+
 impl Staging {
     pub(crate) fn new(context: &Arc<Context>, pool: &PinnedPool) -> Self {
-        Self { context: context.clone(), pool: pool.clone(), slots: Mutex::default() }
+        let slots: Arc<Mutex<VecDeque<Slot>>> = Arc::default();
+        let kept = Arc::downgrade(&slots);
+        pool.on_shortage(move || kept.upgrade().is_some_and(|slots| release(&slots)));
+        Self { context: context.clone(), pool: pool.clone(), slots }
     }
 
     /// Takes the slots out, each with the copy that may still use it: for the end, when they are to be freed.
     pub(crate) fn take(&mut self) -> Vec<(PinnedBuffer, Option<Arc<Event>>)> {
-        self.slots.get_mut().drain(..).map(|slot| (slot.memory, slot.busy)).collect()
+        std::mem::take(&mut *self.slots.lock()).into_iter().map(|slot| (slot.memory, slot.busy)).collect()
     }
 
     /// A slot, perhaps still busy; `None` where nothing can be pinned.
@@ -117,11 +130,7 @@ impl Staging {
 
     /// Gives the slots that nothing uses back to the pool; for when memory is short.
     pub(crate) fn release(&self) {
-        let mut slots = self.slots.lock();
-        let idle = slots.iter_mut().map_while(|slot| slot.idle().then_some(())).count();
-        let released: Vec<_> = slots.drain(..idle).collect();
-        drop(slots);
-        drop(released);
+        release(&self.slots);
     }
 
     fn give(&self, slots: impl IntoIterator<Item = Slot>) {
@@ -171,7 +180,7 @@ impl Staging {
         bytes: usize,
         stream: &Stream,
     ) -> Result<()> {
-        let mut step = || -> Result<()> {
+        let step = || -> Result<()> {
             slot.wait()?;
             for (_, piece) in chunks(bytes, SUB_PIECE) {
                 let staged = slot.memory.get_mut(piece.clone()).ok_or_else(|| Error::overflow("a staged piece"))?;
@@ -182,7 +191,7 @@ impl Staging {
             slot.busy = Some(Arc::new(Event::record(&self.context, stream)?));
             Ok(())
         };
-        let result = step();
+        let result = caught(step);
         self.settle(result.is_ok(), stream, stream, [slot]);
         result
     }
@@ -231,7 +240,7 @@ impl Staging {
         bytes: usize,
         stream: &Stream,
     ) -> Result<()> {
-        let mut step = || -> Result<()> {
+        let step = || -> Result<()> {
             slot.wait()?;
             let mut arrivals = Vec::with_capacity(bytes.div_ceil(SUB_PIECE));
             for (_, piece) in chunks(bytes, SUB_PIECE) {
@@ -249,7 +258,7 @@ impl Staging {
             }
             Ok(())
         };
-        let result = step();
+        let result = caught(step);
         self.settle(result.is_ok(), stream, stream, [slot]);
         result
     }
@@ -300,10 +309,19 @@ impl Staging {
             let _ = Event::record(&self.context, lane).and_then(|event| stream.wait_for(&event));
         }
         for mut slot in slots {
-            slot.busy = None;
-            match idle {
-                Ok(()) => self.give([slot]),
-                Err(_) => std::mem::forget(slot),
+            // What it waits for may be an earlier copy, on another stream.
+            let known = slot.busy.as_ref().map_or(Ok(true), |event| event.query());
+            match (&idle, known) {
+                (Ok(()), Ok(passed)) => {
+                    if passed {
+                        slot.busy = None;
+                    }
+                    self.give([slot]);
+                }
+                _ => {
+                    self.context.count_leak();
+                    std::mem::forget(slot);
+                }
             }
         }
     }

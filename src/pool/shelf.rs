@@ -136,20 +136,27 @@ impl<B: Block> Shelf<B> {
 
     /// Counts a block that is to be made, and takes out what must go for it.
     fn grant(&self, capacity: usize) -> Option<Vec<B>> {
-        let mut evicted = Vec::new();
+        if capacity as u64 > self.budget {
+            return None;
+        }
+        let (mut evicted, mut less) = (Vec::new(), 0);
         loop {
-            let add = |reserved: u64| reserved.checked_add(capacity as u64).filter(|&sum| sum <= self.budget);
-            if self.reserved.fetch_update(Ordering::SeqCst, Ordering::SeqCst, add).is_ok() {
+            // In one step: who asks meanwhile must not get what may have to go back.
+            let change = |reserved: u64| {
+                let sum = reserved.saturating_sub(less).checked_add(capacity as u64);
+                sum.filter(|&sum| sum <= self.budget)
+            };
+            if self.reserved.fetch_update(Ordering::SeqCst, Ordering::SeqCst, change).is_ok() {
                 return Some(evicted);
             }
-            match self.evict() {
-                Some(block) => evicted.push(block),
+            match self.take_out() {
+                Some(block) => {
+                    less += block.capacity() as u64;
+                    evicted.push(block);
+                }
                 None => {
                     // Not enough: they stay.
-                    for block in evicted {
-                        self.reserved.fetch_add(block.capacity() as u64, Ordering::SeqCst);
-                        self.shelve(block);
-                    }
+                    evicted.into_iter().for_each(|block| self.shelve(block));
                     return None;
                 }
             }
@@ -158,10 +165,16 @@ impl<B: Block> Shelf<B> {
 
     /// Takes the largest idle block out for good.
     pub(crate) fn evict(&self) -> Option<B> {
+        let block = self.take_out()?;
+        self.reserved.fetch_sub(block.capacity() as u64, Ordering::SeqCst);
+        Some(block)
+    }
+
+    /// Takes the largest idle block out; it is still counted.
+    fn take_out(&self) -> Option<B> {
         let from_large = self.large.lock().pop();
         let block = from_large.or_else(|| self.classes.iter().rev().find_map(|class| class.lock().pop()))?;
         self.idle.fetch_sub(block.capacity() as u64, Ordering::SeqCst);
-        self.reserved.fetch_sub(block.capacity() as u64, Ordering::SeqCst);
         Some(block)
     }
 
@@ -250,6 +263,29 @@ mod tests {
             while shelf.evict().is_some() {}
             prop_assert_eq!((shelf.reserved(), shelf.idle()), (0, 0));
         }
+    }
+
+    #[test]
+    fn who_gets_nothing_leaves_no_more_than_the_budget() {
+        let shelf: Shelf<usize> = Shelf::new(8192);
+        let granted = |taken| matches!(taken, Some(Taken::Grant(_)));
+        assert!(granted(shelf.take(4096, WhenFull::Refuse)) && granted(shelf.take(4096, WhenFull::Refuse)));
+        shelf.put(4096);
+        std::thread::scope(|scope| {
+            let other = scope.spawn(|| {
+                for _ in 0..20_000 {
+                    // One half is lent: this takes the other out and puts it back.
+                    assert!(shelf.take(8192, WhenFull::Refuse).is_none());
+                }
+            });
+            while !other.is_finished() {
+                if shelf.take(4096, WhenFull::Refuse).is_some() {
+                    shelf.put(4096);
+                }
+                assert!(shelf.reserved() <= 8192, "{}", shelf.reserved());
+            }
+        });
+        assert_eq!((shelf.reserved(), shelf.idle()), (8192, 4096));
     }
 
     #[test]
