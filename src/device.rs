@@ -53,13 +53,12 @@ struct Inner {
 
 impl Drop for Inner {
     fn drop(&mut self) {
+        // A forked child, or a driver that is gone: nothing is freed, and a lock may never be.
+        if Driver::get().is_err() {
+            return;
+        }
         // An upload from pageable memory returns when the source has been read, not when the slots have been.
         for (slot, busy) in self.staging.take() {
-            // A forked child, or a driver that is gone: nothing is freed, and the waiter's lock may never be.
-            if Driver::get().is_err() {
-                std::mem::forget(slot);
-                continue;
-            }
             // Idle or not: freeing may wait for the whole device, and a drop must not.
             let (cuda, pending) = (self.context.cuda().clone(), busy.into_iter().map(Pending::Event).collect());
             free_later(&self.context, cuda, &self.waiter, Box::new(slot), pending);

@@ -46,6 +46,15 @@ impl Bound {
         Ok(bound)
     }
 
+    /// Has the context that is current now put back when this is dropped: for code that is not ours, in the middle of ours.
+    pub(crate) fn keep() -> Result<Bound> {
+        Driver::get()?;
+        let mut current = std::ptr::null_mut();
+        // SAFETY: the driver is loaded (above); the call writes one pointer.
+        check("cuCtxGetCurrent", unsafe { sys::cuCtxGetCurrent(&mut current) })?;
+        Ok(Bound { previous: Some(current), mode: None, _thread: std::marker::PhantomData })
+    }
+
     /// As [`enter`](Bound::enter), in the thread's own capture mode: for submitting work, recording events, and asking
     /// whether a stream is captured.
     pub(crate) fn to_submit(context: &CudaContext) -> Result<Bound> {

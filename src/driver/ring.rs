@@ -8,6 +8,7 @@
 //! Nobody waits for a block that was taken later than his own, so all of them get on.
 
 use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
@@ -75,6 +76,12 @@ unsafe impl Send for HostAddress {}
 // SAFETY: only an address.
 unsafe impl Sync for HostAddress {}
 
+/// What `work` returns, an error where it panics: what it has submitted is still to be waited for.
+pub(super) fn caught(work: impl FnOnce() -> Result<()>) -> Result<()> {
+    let panicked = |_| Err(Error::unsupported("a staged copy", "its source or sink panicked"));
+    catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(panicked)
+}
+
 /// No block.
 const NONE: usize = usize::MAX;
 
@@ -119,7 +126,8 @@ impl Ring {
     pub(super) fn begin(&self) {
         if self.way == Way::Down {
             let sent = self.places.iter().enumerate().try_for_each(|(index, place)| {
-                let before = place.travels.lock().event.take();
+                // It stays there: if the wait fails, the slot is still in use.
+                let before = place.travels.lock().event.clone();
                 before.map_or(Ok(()), |event| event.wait_awake())?;
                 self.send(place, index)
             });
@@ -129,7 +137,8 @@ impl Ring {
 
     /// What each thread does: part after part.
     pub(super) fn take_part(&self) {
-        self.note(self.parts());
+        // Others wait for the parts that a thread has begun.
+        self.note(caught(|| self.parts()));
     }
 
     fn note(&self, result: Result<()>) {
@@ -227,5 +236,57 @@ impl Ring {
                 std::thread::sleep(NAP);
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use cudarc::driver::{CudaContext, DevicePtrMut};
+
+    use super::super::stream::Stream;
+    use crate::copy::{Sink, Source};
+    use crate::device::Device;
+    use crate::error::Result;
+
+    /// Panics at one offset.
+    struct Trap(usize);
+
+    impl Source for Trap {
+        fn fill(&self, offset: usize, into: &mut [u8]) -> Result<()> {
+            assert!(!(offset..offset + into.len()).contains(&self.0), "the trap");
+            Ok(())
+        }
+    }
+
+    impl Sink for Trap {
+        fn take(&self, offset: usize, from: &[u8]) -> Result<()> {
+            assert!(!(offset..offset + from.len()).contains(&self.0), "the trap");
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn a_panic_is_an_error_and_nobody_waits_for_ever() {
+        cuda_sim::install().unwrap();
+        let sim = cuda_sim::device("x86_h200_sxm_gen5").unwrap();
+        let cuda = CudaContext::new(sim.ordinal()).unwrap();
+        let device = Device::new(&cuda.default_stream()).unwrap();
+        let stream = Stream::of_caller(&cuda.default_stream());
+        for bytes in [200_000, 60 << 20] {
+            let mut memory = cuda.default_stream().alloc_zeros::<u8>(bytes).unwrap();
+            let address = memory.device_ptr_mut(stream.cuda()).0;
+            for at in [0, bytes / 2, bytes - 1] {
+                let _bound = device.context().to_submit().unwrap();
+                // SAFETY: the memory is as long, and waited for before it goes.
+                let (up, down) = unsafe {
+                    let up = device.stage_up(address, &Trap(at), bytes, &stream);
+                    (up, device.stage_down(&Trap(at), address, bytes, &stream))
+                };
+                assert!(up.is_err() && down.is_err(), "{bytes} {at}");
+            }
+            stream.synchronize().unwrap();
+        }
+        drop(device);
+        assert_eq!(sim.violations(), Vec::<String>::new());
     }
 }

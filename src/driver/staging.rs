@@ -15,7 +15,7 @@ use super::context::{Context, Way};
 use super::copy;
 use super::event::Event;
 use super::memory::Address;
-use super::ring::{Ring, Work};
+use super::ring::{Ring, Work, caught};
 use super::stream::Stream;
 use crate::copy::pieces::{Blocks, Part, meeting};
 use crate::copy::workers::Workers;
@@ -31,8 +31,8 @@ const AWAKE: usize = 64 << 20;
 /// The parts of a copy by one thread: while one travels the next is filled.
 const SUB_PIECE: usize = 128 << 10;
 
-/// So many small uploads may be on their way; one more waits for the first.
-const IN_FLIGHT: usize = 8;
+/// So many slots may be on their way at the end of copies; one more copy waits for the first.
+const UNDER_WAY: usize = 16;
 
 /// Above this a result is written past the caches: it would not stay in them.
 const PAST_CACHES: usize = 1 << 20;
@@ -43,7 +43,7 @@ pub(crate) struct Staging {
     context: Arc<Context>,
     pool: PinnedPool,
     /// Those that no copy has now, oldest first: as many as copies had at one time, two for each thread.
-    slots: Mutex<VecDeque<Slot>>,
+    slots: Arc<Mutex<VecDeque<Slot>>>,
 }
 
 #[derive(Debug)]
@@ -76,20 +76,43 @@ impl Slot {
     }
 }
 
+/// Gives the slots that nothing uses back to their pool; there may be others later.
+fn release(slots: &Mutex<VecDeque<Slot>>) -> bool {
+    let mut slots = slots.lock();
+    let (idle, busy) = slots.drain(..).map(|mut slot| (slot.idle(), slot)).partition::<Vec<_>, _>(|(idle, _)| *idle);
+    slots.extend(busy.into_iter().map(|(_, slot)| slot));
+    drop(slots);
+    drop(idle);
+    true
+}
+
 impl Staging {
     pub(crate) fn new(context: &Arc<Context>, pool: &PinnedPool) -> Self {
-        Self { context: context.clone(), pool: pool.clone(), slots: Mutex::default() }
+        let slots: Arc<Mutex<VecDeque<Slot>>> = Arc::default();
+        let kept = Arc::downgrade(&slots);
+        pool.on_shortage(move || kept.upgrade().is_some_and(|slots| release(&slots)));
+        Self { context: context.clone(), pool: pool.clone(), slots }
     }
 
     /// Takes the slots out, each with the copy that may still use it: for the end, when they are to be freed.
     pub(crate) fn take(&mut self) -> Vec<(PinnedBuffer, Option<Arc<Event>>)> {
-        self.slots.get_mut().drain(..).map(|slot| (slot.memory, slot.busy)).collect()
+        std::mem::take(&mut *self.slots.lock()).into_iter().map(|slot| (slot.memory, slot.busy)).collect()
     }
 
-    /// A slot, perhaps still busy; `None` where nothing can be pinned.
+    /// A slot; still busy only where there are many, and none is free. `None` where nothing can be pinned.
     fn slot(&self) -> Option<Slot> {
-        let oldest = self.slots.lock().pop_front();
-        oldest.or_else(|| self.new_slot())
+        let mut slots = self.slots.lock();
+        // The last one used that is free: it is in the CPU's caches.
+        let free = (0..slots.len()).rev().find(|&index| slots.get_mut(index).is_some_and(Slot::idle));
+        match free {
+            Some(index) => slots.remove(index),
+            // Perhaps they are another stream's, which is held.
+            None if slots.len() < UNDER_WAY => {
+                drop(slots);
+                self.new_slot()
+            }
+            None => slots.pop_front(),
+        }
     }
 
     fn new_slot(&self) -> Option<Slot> {
@@ -99,29 +122,9 @@ impl Staging {
         }
     }
 
-    /// As [`slot`](Staging::slot), for one that is used alone: the last one used, if it is free, for it is in the CPU's caches.
-    fn hot_slot(&self) -> Option<Slot> {
-        let mut slots = self.slots.lock();
-        if slots.back_mut().is_some_and(Slot::idle) {
-            return slots.pop_back();
-        }
-        if slots.front_mut().is_some_and(Slot::idle) {
-            return slots.pop_front();
-        }
-        if slots.len() >= IN_FLIGHT {
-            return slots.pop_front();
-        }
-        drop(slots);
-        self.new_slot()
-    }
-
     /// Gives the slots that nothing uses back to the pool; for when memory is short.
     pub(crate) fn release(&self) {
-        let mut slots = self.slots.lock();
-        let idle = slots.iter_mut().map_while(|slot| slot.idle().then_some(())).count();
-        let released: Vec<_> = slots.drain(..idle).collect();
-        drop(slots);
-        drop(released);
+        release(&self.slots);
     }
 
     fn give(&self, slots: impl IntoIterator<Item = Slot>) {
@@ -147,7 +150,7 @@ impl Staging {
         let bytes = parts.last().map_or(0, |part| part.source.end);
         // Waking others takes longer.
         if bytes <= tuning.crossover_up.min(STAGED_PIECE)
-            && let Some(slot) = self.hot_slot()
+            && let Some(slot) = self.slot()
         {
             // SAFETY: the caller's.
             return unsafe { self.up_once(slot, parts, source, bytes, stream) };
@@ -171,7 +174,7 @@ impl Staging {
         bytes: usize,
         stream: &Stream,
     ) -> Result<()> {
-        let mut step = || -> Result<()> {
+        let step = || -> Result<()> {
             slot.wait()?;
             for (_, piece) in chunks(bytes, SUB_PIECE) {
                 let staged = slot.memory.get_mut(piece.clone()).ok_or_else(|| Error::overflow("a staged piece"))?;
@@ -182,7 +185,7 @@ impl Staging {
             slot.busy = Some(Arc::new(Event::record(&self.context, stream)?));
             Ok(())
         };
-        let result = step();
+        let result = caught(step);
         self.settle(result.is_ok(), stream, stream, [slot]);
         result
     }
@@ -205,7 +208,7 @@ impl Staging {
         stream: &Stream,
     ) -> Result<()> {
         if bytes <= tuning.crossover_down.min(STAGED_PIECE)
-            && let Some(slot) = self.hot_slot()
+            && let Some(slot) = self.slot()
         {
             // SAFETY: the caller's.
             return unsafe { self.down_once(slot, sink, source, bytes, stream) };
@@ -231,7 +234,7 @@ impl Staging {
         bytes: usize,
         stream: &Stream,
     ) -> Result<()> {
-        let mut step = || -> Result<()> {
+        let step = || -> Result<()> {
             slot.wait()?;
             let mut arrivals = Vec::with_capacity(bytes.div_ceil(SUB_PIECE));
             for (_, piece) in chunks(bytes, SUB_PIECE) {
@@ -249,7 +252,7 @@ impl Staging {
             }
             Ok(())
         };
-        let result = step();
+        let result = caught(step);
         self.settle(result.is_ok(), stream, stream, [slot]);
         result
     }
@@ -307,10 +310,19 @@ impl Staging {
             let _ = Event::record(&self.context, lane).and_then(|event| stream.wait_for(&event));
         }
         for mut slot in slots {
-            slot.busy = None;
-            match idle {
-                Ok(()) => self.give([slot]),
-                Err(_) => std::mem::forget(slot),
+            // What it waits for may be an earlier copy, on another stream.
+            let known = slot.busy.as_ref().map_or(Ok(true), |event| event.query());
+            match (&idle, known) {
+                (Ok(()), Ok(passed)) => {
+                    if passed {
+                        slot.busy = None;
+                    }
+                    self.give([slot]);
+                }
+                _ => {
+                    self.context.count_leak();
+                    std::mem::forget(slot);
+                }
             }
         }
     }

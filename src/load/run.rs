@@ -4,11 +4,11 @@
 use std::collections::BTreeMap;
 
 use super::TensorInfo;
-use super::progress::Meter;
+use super::progress::{Callback, Meter};
 use super::select::{Load, Reading};
 use super::source::Run;
 use crate::copy::chunks;
-use crate::driver::Stream;
+use crate::driver::{Bound, Stream};
 use crate::error::{Error, Kind, Result};
 use crate::layout::Shape;
 use crate::os::ReadFile;
@@ -28,7 +28,14 @@ pub(super) fn run(mut load: Load<'_>) -> Result<Tensors> {
     load.check_context()?;
     let tensors = load.selected()?;
     let total = tensors.iter().map(|info| info.bytes()).sum();
-    let meter = Meter::new(total, load.progress.take());
+    // The caller's function may use another GPU, and so make its context current.
+    let progress = load.progress.take().map(|mut progress| -> Callback<'_> {
+        Box::new(move |note| {
+            let _kept = Bound::keep();
+            progress(note)
+        })
+    });
+    let meter = Meter::new(total, progress);
     let loaded = Job { load: &load, meter: &meter }.run(&tensors, total);
     match (loaded, meter.into_panic()) {
         (_, Some(panic)) => std::panic::resume_unwind(panic),

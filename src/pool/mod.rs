@@ -9,8 +9,9 @@ mod shelf;
 use std::fmt;
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
 
 use self::classes::capacity;
 pub use self::shelf::WhenFull;
@@ -103,7 +104,21 @@ struct Inner {
     when_full: WhenFull,
     strict: bool,
     counts: Counts,
+    /// Gives back what somebody keeps and does not need.
+    reclaim: OnceLock<Reclaim>,
 }
+
+/// Gives blocks back; whether there may be more later.
+struct Reclaim(Box<dyn Fn() -> bool + Send + Sync>);
+
+impl fmt::Debug for Reclaim {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Reclaim")
+    }
+}
+
+/// How often who waits for room asks for what others keep.
+const RECLAIM: Duration = Duration::from_millis(2);
 
 #[derive(Debug, Default)]
 struct Counts {
@@ -162,6 +177,7 @@ impl PinnedPool {
             when_full: options.when_full,
             strict: options.strict,
             counts: Counts::default(),
+            reclaim: OnceLock::new(),
         }));
         if options.strict {
             options.reserve.iter().try_for_each(|&(bytes, count)| pool.reserve(bytes, count).map(drop))?;
@@ -212,7 +228,7 @@ impl PinnedPool {
 
     fn take(&self, bytes: usize, when_full: WhenFull) -> Result<Pinned> {
         let capacity = capacity(bytes).ok_or_else(|| Error::overflow(format!("{bytes} bytes of pinned memory")))?;
-        match self.0.shelf.take(capacity, when_full) {
+        match self.take_or_reclaim(capacity, when_full) {
             Some(Taken::Block(block)) => Ok(block),
             Some(Taken::Grant(evicted)) => {
                 self.free(evicted);
@@ -223,6 +239,38 @@ impl PinnedPool {
                 let lent = shelf.reserved().saturating_sub(idle);
                 let why = format!("the pool's budget is {} bytes, of which {lent} are lent", shelf.budget());
                 Err(Error::new(Kind::OutOfMemory { what: "pinned host memory", bytes: bytes as u64, why }))
+            }
+        }
+    }
+
+    /// Who holds blocks that he could do without gives them back by `reclaim` when others want room: what it returns says
+    /// whether he may do so again. Called without a lock of the pool's.
+    pub(crate) fn on_shortage(&self, reclaim: impl Fn() -> bool + Send + Sync + 'static) {
+        let _ = self.0.reclaim.set(Reclaim(Box::new(reclaim)));
+    }
+
+    fn take_or_reclaim(&self, capacity: usize, when_full: WhenFull) -> Option<Taken<Pinned>> {
+        let shelf = &self.0.shelf;
+        let taken = shelf.take(capacity, WhenFull::Refuse);
+        if taken.is_some() || capacity as u64 > shelf.budget() {
+            return taken;
+        }
+        let more = || self.0.reclaim.get().is_some_and(|reclaim| (reclaim.0)());
+        let end = match when_full {
+            WhenFull::Refuse => {
+                more();
+                return shelf.take(capacity, WhenFull::Refuse);
+            }
+            WhenFull::Block => None,
+            WhenFull::Wait(limit) => Instant::now().checked_add(limit),
+        };
+        loop {
+            // What is kept now may be needless later, and nobody would tell.
+            let waits = if more() { RECLAIM } else { Duration::MAX };
+            let left = end.map_or(Duration::MAX, |end| end.saturating_duration_since(Instant::now()));
+            let taken = shelf.take(capacity, WhenFull::Wait(waits.min(left)));
+            if taken.is_some() || left <= waits {
+                return taken;
             }
         }
     }
@@ -269,6 +317,9 @@ impl PinnedPool {
     pub fn reserve(&self, bytes: usize, count: usize) -> Result<u64> {
         // All at once, or each would be the one before.
         let mut blocks = Vec::new();
+        if bytes == 0 {
+            return Ok(0);
+        }
         for _ in 0..count {
             match self.try_acquire(bytes) {
                 Ok(block) => blocks.push(block),

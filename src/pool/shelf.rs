@@ -140,6 +140,9 @@ impl<B: Block> Shelf<B> {
 
     /// Counts a block that is to be made, and takes out what must go for it; or a block of this size that came back just now.
     fn grant(&self, capacity: usize) -> Option<Taken<B>> {
+        if capacity as u64 > self.budget {
+            return None;
+        }
         let (mut evicted, mut room) = (Vec::new(), 0);
         let taken = loop {
             // What was taken out counts until this succeeds: somebody else would use the room, and it may have to stay.
@@ -263,6 +266,29 @@ mod tests {
             while shelf.evict().is_some() {}
             prop_assert_eq!((shelf.reserved(), shelf.idle()), (0, 0));
         }
+    }
+
+    #[test]
+    fn who_gets_nothing_leaves_no_more_than_the_budget() {
+        let shelf: Shelf<usize> = Shelf::new(8192);
+        let granted = |taken| matches!(taken, Some(Taken::Grant(_)));
+        assert!(granted(shelf.take(4096, WhenFull::Refuse)) && granted(shelf.take(4096, WhenFull::Refuse)));
+        shelf.put(4096);
+        std::thread::scope(|scope| {
+            let other = scope.spawn(|| {
+                for _ in 0..20_000 {
+                    // One half is lent: this takes the other out and puts it back.
+                    assert!(shelf.take(8192, WhenFull::Refuse).is_none());
+                }
+            });
+            while !other.is_finished() {
+                if shelf.take(4096, WhenFull::Refuse).is_some() {
+                    shelf.put(4096);
+                }
+                assert!(shelf.reserved() <= 8192, "{}", shelf.reserved());
+            }
+        });
+        assert_eq!((shelf.reserved(), shelf.idle()), (8192, 4096));
     }
 
     #[test]

@@ -379,8 +379,12 @@ fn io_coherent(device: &Device) -> bool {
 /// Memory that was dropped may still be waiting to be freed, and staging slots lie idle: after an out-of-memory, wait for the
 /// one, give up the other, and try once more.
 pub(crate) fn retry_after_drain<R>(device: &Device, error: Error, again: impl FnOnce() -> Result<R>) -> Result<R> {
+    if !error.is_out_of_memory() {
+        // A forked child, for one: the locks below may never be free.
+        return Err(error);
+    }
     device.staging().release();
-    if error.is_out_of_memory() && device.drain(Duration::from_secs(2)).is_ok() { again() } else { Err(error) }
+    if device.drain(Duration::from_secs(2)).is_ok() { again() } else { Err(error) }
 }
 
 /// Pinned memory of the device's pool, not yet set.

@@ -1,6 +1,7 @@
 //! The tests that run on the simulated driver and, with `TRANSFER_TENSOR_DRIVER=real`, on a GPU.
 
 // They look at what is kept on disk.
+mod attack;
 mod batch;
 #[cfg(feature = "serde")]
 mod calibration;
