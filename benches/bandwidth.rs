@@ -292,7 +292,8 @@ fn write_combined(bench: &Bench, raw: &Raw, rounds: usize, add: &mut dyn FnMut(R
 
 /// Pieces × threads of staged copies.
 fn sweep(bench: &Bench, args: &Args, rows: &mut Vec<Row>) -> Outcome {
-    let sizes: &[usize] = if args.quick { &[16 << 20] } else { &[1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20, 1 << 30] };
+    let sizes: &[usize] =
+        if args.quick { &[16 << 20] } else { &[1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20, 1 << 30] };
     let stream = &bench.stream;
     for &bytes in sizes {
         let rounds = rounds(bytes, args.quick).min(9);

@@ -7,7 +7,7 @@ use std::time::Duration;
 use cudarc::driver::{CudaContext, CudaStream};
 
 use crate::calibrate::{self, Wish};
-use crate::complete::{Waiter, free_later};
+use crate::complete::{Background, Waiter, free_later};
 use crate::driver::context::cudarc_error;
 use crate::driver::memory::Placement;
 use crate::driver::staging::Staging;
@@ -46,6 +46,7 @@ struct Inner {
     tuning: Tuning,
     calibration: calibrate::State,
     waiter: Arc<Waiter>,
+    background: Background,
     pool: PinnedPool,
     staging: Staging,
 }
@@ -112,7 +113,7 @@ impl DeviceBuilder<'_> {
         let (context, waiter) = (Context::new(cuda.clone()), Arc::new(Waiter::new()));
         let placement = placement(&platform);
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let tuning = self.tuning.unwrap_or_else(|| Tuning::built_in(platform.model(), cores));
+        let tuning = self.tuning.unwrap_or_else(|| Tuning::built_in(cores));
         let pool = PinnedPool::new(&context, &waiter, placement, memory.host_available, self.pool)?;
         let staging = Staging::new(&context, &pool);
         let mut device = Device(Arc::new(Inner {
@@ -124,6 +125,7 @@ impl DeviceBuilder<'_> {
             tuning,
             calibration: calibrate::State::new(self.detector.cache()),
             waiter,
+            background: Background::default(),
             pool,
         }));
         if matches!(wish, Wish::Yes | Wish::Force)
@@ -269,6 +271,10 @@ impl Device {
 
     pub(crate) fn waiter(&self) -> &Waiter {
         &self.0.waiter
+    }
+
+    pub(crate) fn background(&self) -> &Background {
+        &self.0.background
     }
 
     pub(crate) fn staging(&self) -> &Staging {

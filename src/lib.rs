@@ -100,8 +100,8 @@ pub use platform::{Attributes, Capabilities, Detector, MemoryFigures, MemoryMode
 pub use pool::{PinnedBuffer, PinnedPool, PoolOptions, PoolStats, WhenFull};
 pub use rows::Rows;
 pub use tensor::{
-    DeviceMemory, DeviceMut, DeviceRef, DynTensor, HostMut, HostRef, SharedTensor, TensorOptions, TensorView,
-    TensorViewMut, Transfer, TransferTensor,
+    BothEnds, Copying, DeviceMemory, DeviceMut, DeviceRef, DynTensor, HostMut, HostRef, SharedTensor, TensorOptions,
+    TensorView, TensorViewMut, Transfer, TransferTensor,
 };
 
 /// The README's example compiles.

@@ -248,7 +248,7 @@ mod tests {
     #[test]
     fn a_long_block_takes_few_copies_whatever_the_machine() {
         for cores in 1..40 {
-            let tuning = Tuning::built_in(crate::platform::MemoryModel::Discrete, cores);
+            let tuning = Tuning::built_in(cores);
             let copies = staged(5000 * (16 << 10), &tuning);
             assert!(copies <= 64, "{cores} CPUs: {copies} copies");
         }

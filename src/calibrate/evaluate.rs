@@ -49,8 +49,10 @@ pub(crate) struct Staged {
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Contest {
     pub(crate) bytes: usize,
-    pub(crate) driver: Vec<f64>,
-    pub(crate) staged: Vec<f64>,
+    /// By one thread.
+    pub(crate) alone: Vec<f64>,
+    /// By several.
+    pub(crate) together: Vec<f64>,
 }
 
 /// Everything that was measured.
@@ -168,11 +170,11 @@ fn best(all: &[Staged]) -> Option<&Staged> {
 /// better time, is least. So one odd sample does not move it far. `usize::MAX` where the driver's way always is as good.
 fn crossover(contests: &[Contest]) -> Option<usize> {
     let known = contests.iter().filter_map(|contest| {
-        let (driver, staged) = (median(contest.driver.iter().copied())?, median(contest.staged.iter().copied())?);
-        // Above zero: the driver loses.
-        positive(driver / staged).map(|ratio| (contest.bytes, ratio.ln()))
+        let (alone, together) = (median(contest.alone.iter().copied())?, median(contest.together.iter().copied())?);
+        // Above zero: one thread loses.
+        positive(alone / together).map(|ratio| (contest.bytes, ratio.ln()))
     });
-    // The driver's way for all sizes costs nothing yet; each size that goes our way instead adds what that costs or gains.
+    // One thread for all sizes costs nothing yet; each size that several do instead adds what that costs or gains.
     let mut sizes: Vec<(usize, f64)> = known.collect();
     sizes.sort_by_key(|(bytes, _)| *bytes);
     if sizes.is_empty() {

@@ -185,10 +185,11 @@ impl Session<'_> {
                 if self.is_over(&format!("which way is faster at {} KiB", bytes >> 10), &mut samples.notes) {
                     return Ok(());
                 }
-                let mut contest = Contest { bytes, driver: Vec::new(), staged: Vec::new() };
+                let mut contest = Contest { bytes, alone: Vec::new(), together: Vec::new() };
+                let with = |crossover| Tuning { crossover_up: crossover, crossover_down: crossover, ..tuning };
                 for _ in 0..5 {
-                    contest.driver.push(self.rig.wait_for_driver(way, bytes)?.as_secs_f64());
-                    contest.staged.push(self.rig.staged(self.device, way, bytes, &tuning)?.as_secs_f64());
+                    contest.alone.push(self.rig.staged(self.device, way, bytes, &with(usize::MAX))?.as_secs_f64());
+                    contest.together.push(self.rig.staged(self.device, way, bytes, &with(0))?.as_secs_f64());
                 }
                 to.push(contest);
             }

@@ -14,7 +14,7 @@ fn ceiling(gbs: f64) -> Ceiling {
 }
 
 fn built_in() -> Tuning {
-    Tuning::built_in(MemoryModel::Discrete, 16)
+    Tuning::built_in(16)
 }
 
 fn at(bytes: usize, gbs: f64) -> Sample {
@@ -30,7 +30,7 @@ fn staged(chunk: usize, threads: usize, up: f64, down: f64) -> Staged {
 fn h200() -> Samples {
     let contest = |bytes: usize, driver: f64, ours: f64| {
         let seconds = |gbs: f64| vec![at(bytes, gbs).seconds; 5];
-        Contest { bytes, driver: seconds(driver), staged: seconds(ours) }
+        Contest { bytes, alone: seconds(driver), together: seconds(ours) }
     };
     let contests = || {
         vec![
@@ -83,15 +83,15 @@ fn an_h200_is_recognised_from_its_samples() {
 fn one_odd_sample_does_not_move_the_crossover_far() {
     let mut samples = h200();
     // An interrupt during ours at 16 MiB, and a lucky one at 64 KiB.
-    samples.contest_up[4].staged = vec![at(16 * MIB, 11.9).seconds; 5];
-    samples.contest_up[0].staged = vec![at(64 << 10, 3.6).seconds; 5];
+    samples.contest_up[4].together = vec![at(16 * MIB, 11.9).seconds; 5];
+    samples.contest_up[0].together = vec![at(64 << 10, 3.6).seconds; 5];
     assert_eq!(evaluate(&samples, &ceiling(63.0), built_in()).tuning.crossover_up, MIB);
     // Ours is never better: never take it. Always better: from the smallest size on.
     for contest in &mut samples.contest_up {
-        contest.staged = vec![1.0; 5];
+        contest.together = vec![1.0; 5];
     }
     for contest in &mut samples.contest_down {
-        contest.staged = vec![1e-7; 5];
+        contest.together = vec![1e-7; 5];
     }
     let tuning = evaluate(&samples, &ceiling(63.0), built_in()).tuning;
     assert_eq!((tuning.crossover_up, tuning.crossover_down), (usize::MAX, 64 << 10));
@@ -276,8 +276,8 @@ fn list<T: std::fmt::Debug>(of: impl Strategy<Value = T>) -> impl Strategy<Value
 }
 
 prop_compose! {
-    fn any_contest()(bytes in 0usize..1 << 30, driver in list(seconds()), staged in list(seconds())) -> Contest {
-        Contest { bytes, driver, staged }
+    fn any_contest()(bytes in 0usize..1 << 30, alone in list(seconds()), together in list(seconds())) -> Contest {
+        Contest { bytes, alone, together }
     }
 }
 
@@ -346,11 +346,11 @@ proptest! {
 
     /// The slower the driver is, the earlier our way is taken.
     #[test]
-    fn the_crossover_falls_as_the_driver_slows(slower in 1.0..20f64, much in 1.0..20f64) {
+    fn the_crossover_falls_as_one_thread_slows(slower in 1.0..20f64, much in 1.0..20f64) {
         let of = |factor: f64| {
             let mut samples = h200();
             for contest in &mut samples.contest_up {
-                contest.driver.iter_mut().for_each(|seconds| *seconds *= factor);
+                contest.alone.iter_mut().for_each(|seconds| *seconds *= factor);
             }
             evaluate(&samples, &ceiling(63.0), built_in()).tuning.crossover_up
         };

@@ -1,8 +1,10 @@
 //! Completion: who is told, and when, that the device has passed a point.
 
+mod background;
 mod queue;
 pub(crate) mod signal;
 pub(crate) mod waiter;
 
+pub(crate) use background::Background;
 pub(crate) use signal::Signal;
 pub(crate) use waiter::{Waiter, free_later};

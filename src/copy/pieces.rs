@@ -108,10 +108,9 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::platform::MemoryModel;
 
     fn tuning(threads: usize, chunk: usize) -> Tuning {
-        let mut tuning = Tuning::built_in(MemoryModel::Discrete, threads);
+        let mut tuning = Tuning::built_in(threads);
         (tuning.threads, tuning.chunk) = (threads, chunk);
         tuning
     }

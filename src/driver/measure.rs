@@ -282,20 +282,6 @@ impl Rig {
         self.elapsed()
     }
 
-    /// How long the caller waits for such a copy.
-    pub(crate) fn wait_for_driver(&self, way: Way, bytes: usize) -> Result<Duration> {
-        let memory = self.memory()?;
-        let lane = self.lane(way)?;
-        let start = Instant::now();
-        {
-            let _bound = self.context.to_submit()?;
-            // SAFETY: nobody else touches the memory before the wait below.
-            unsafe { lane.submit(memory.pageable.host.as_ptr(), 0, bytes.min(memory.bytes))? };
-        }
-        lane.stream.synchronize()?;
-        Ok(start.elapsed())
-    }
-
     /// How long the caller waits for `bytes` bytes of ordinary memory to go through `device`'s staging, set to `tuning`.
     pub(crate) fn staged(&self, device: &Device, way: Way, bytes: usize, tuning: &Tuning) -> Result<Duration> {
         let memory = self.memory()?;

@@ -20,8 +20,8 @@ use crate::os::{HUGE_PAGE, Mapping};
 /// How page-locked memory is made on a machine.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Placement {
-    /// Large blocks are mapped by us, touched by several threads and then registered: eight times as fast as
-    /// `cuMemHostAlloc` on an H200's host (docs/benchmarks.md), and on huge pages.
+    /// Large blocks are mapped by us, on huge pages, touched by several threads and then registered. On an H200's host
+    /// `cuMemHostAlloc` takes 0.70 s for 1 GiB, registering what one thread touched in 0.30 s takes 0.03.
     pub(crate) map: bool,
     /// The NUMA node that such blocks come from.
     pub(crate) node: Option<u32>,
@@ -335,12 +335,12 @@ pub(crate) fn adopt_slice<T: Element>(context: &Context, slice: &mut CudaSlice<T
 
 /// Has `work` read at the address of the caller's slice or view, on `stream`: after what cudarc knows to be writing there,
 /// and known to cudarc.
-pub(crate) fn read_address<T, S: DevicePtr<T>>(
+pub(crate) fn read_address<T, S: DevicePtr<T>, R>(
     context: &Context,
     slice: &S,
     stream: &Stream,
-    work: impl FnOnce(u64) -> Result<()>,
-) -> Result<()> {
+    work: impl FnOnce(u64) -> Result<R>,
+) -> Result<R> {
     let (address, noting) = ordered(context, stream, || slice.device_ptr(stream.cuda()))?;
     let done = work(address);
     ordered(context, stream, || drop(noting)).or_else(|_| stream.synchronize()).and(done)

@@ -414,9 +414,7 @@ impl Transfer<'_> {
         sorted: &mut Vec<Placed>,
         host: impl Fn(&Placed) -> Option<*const u8>,
     ) -> Result<Option<Event>> {
-        let tuning = self.device.tuning();
-        let crossover = if way == Way::Up { tuning.crossover_up } else { tuning.crossover_down };
-        let any = crossover == usize::MAX;
+        let any = self.device.copies_pageable();
         let mut copies = Copies::new(!any);
         sorted.retain(|placed| {
             let host = if placed.bytes >= DIRECT { host(placed) } else { None };

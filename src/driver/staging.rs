@@ -261,10 +261,10 @@ impl Staging {
         if slots.is_empty() {
             return Ok(false);
         }
-        let lane = self.context.copy_stream(way).and_then(|lane| {
-            lane.wait_for(&Event::record(&self.context, stream)?)?;
-            Ok(lane)
-        });
+        // On the caller's own stream: on one of ours it would hold up, and be held up by, copies of others. But the default stream
+        // of a thread is another one for those that help.
+        let detour = stream.is_per_thread();
+        let lane = if detour { self.detour(way, stream) } else { Ok(stream.clone()) };
         let lane = match lane {
             Ok(lane) => lane,
             Err(error) => {
@@ -279,13 +279,20 @@ impl Staging {
         ring.begin();
         Workers::get().run(helpers, Box::new(move || here.take_part()));
         let mut error = ring.error();
-        if way == Way::Up && error.is_none() {
+        if detour && error.is_none() {
             // The caller's stream goes on when the bytes are there.
             error = Event::record(&self.context, &lane).and_then(|event| stream.wait_for(&event)).err();
         }
         let slots = ring.end().into_iter().map(|(memory, busy)| Slot { memory, busy });
         self.settle(error.is_none(), &lane, stream, slots);
         error.map_or(Ok(true), Err)
+    }
+
+    /// A stream of ours that comes after the caller's.
+    fn detour(&self, way: Way, stream: &Stream) -> Result<Stream> {
+        let lane = self.context.copy_stream(way)?;
+        lane.wait_for(&Event::record(&self.context, stream)?)?;
+        Ok(lane)
     }
 
     /// Takes slots back. After an error nothing may use them when the next copy takes them, whether or not the event of each

@@ -175,8 +175,8 @@ impl PinnedPool {
     /// A buffer of `bytes` bytes, with whatever bytes were there before. When there is no room, does what
     /// [`PoolOptions::when_full`] says.
     ///
-    /// No driver call where a block of this size has come back; else one, which takes about 0.1 to 0.7 ms a MiB and may wait
-    /// for the device.
+    /// No driver call where a block of this size has come back; else one, which takes up to 0.7 ms a MiB (on an H200's host) and
+    /// may wait for the device.
     ///
     /// # Errors
     /// There is no room within the budget, or the driver refuses more.

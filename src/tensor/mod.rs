@@ -1,5 +1,6 @@
 //! The tensor that is handed between CPU and GPU.
 
+mod copying;
 mod device_guard;
 mod dynamic;
 mod existing;
@@ -23,6 +24,7 @@ use std::sync::Arc;
 
 use cudarc::driver::CudaStream;
 
+pub use copying::{BothEnds, Copying};
 pub use device_guard::{DeviceMut, DeviceRef};
 pub use dynamic::DynTensor;
 pub use host_guard::{HostMut, HostRef};

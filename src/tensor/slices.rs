@@ -114,7 +114,7 @@ impl Device {
             return Ok(());
         }
         // SAFETY: the target is at least as long, borrowed exclusively, and every byte is a value of its type.
-        unsafe { self.download_to(stream, source, NonNull::from(target).cast(), false) }
+        unsafe { self.download_to(stream, source, NonNull::from(target).cast()) }
     }
 
     /// Copies all of `source` to a new `Vec`, on huge pages where it is large: cudarc's `clone_dtoh`.
@@ -129,17 +129,34 @@ impl Device {
         stream: &Arc<CudaStream>,
         source: &S,
     ) -> Result<Vec<T>> {
-        let (len, mut values) = (source.len(), Vec::<T>::new());
+        let queue = self.queue(stream, source.stream(), "download")?;
+        if source.is_empty() {
+            return Ok(Vec::new());
+        }
+        let _bound = self.context().to_submit()?;
+        read_address(self.context(), source, &queue, |from| {
+            // SAFETY: the source is borrowed and `queue` comes after its writes.
+            unsafe { self.download_from(from, source.len(), &queue) }
+        })
+    }
+
+    /// Copies `len` elements from a device address to a new `Vec`; done when it returns.
+    ///
+    /// # Safety
+    /// As [`Device::copy_down`]. The context is current.
+    pub(super) unsafe fn download_from<T: Element>(&self, from: u64, len: usize, queue: &Stream) -> Result<Vec<T>> {
+        let mut values = Vec::<T>::new();
         let bytes = len.saturating_mul(size_of::<T>());
         values.try_reserve_exact(len).map_err(|error| {
             Error::new(Kind::OutOfMemory { what: "host memory", bytes: bytes as u64, why: error.to_string() })
         })?;
         let start = NonNull::from(values.spare_capacity_mut()).cast::<u8>();
-        if bytes >= HUGE_FROM {
+        let large = bytes >= HUGE_FROM;
+        if large {
             advise_huge(start, bytes);
         }
-        // SAFETY: `len` elements of room are there, ours alone.
-        unsafe { self.download_to(stream, source, start, bytes >= HUGE_FROM)? };
+        // SAFETY: `len` elements of room are there, ours alone; the source is the caller's word.
+        unsafe { self.copy_down(start.as_ptr(), large, from, bytes, queue)? };
         // SAFETY: the bytes were written just now.
         validate::<T>(unsafe { std::slice::from_raw_parts(start.as_ptr(), bytes) })?;
         // SAFETY: as many elements were written, and each is a value of the type.
@@ -154,7 +171,6 @@ impl Device {
         stream: &Arc<CudaStream>,
         source: &S,
         target: NonNull<u8>,
-        fresh: bool,
     ) -> Result<()> {
         let queue = self.queue(stream, source.stream(), "download")?;
         let bytes = source.len().saturating_mul(size_of::<T>());
@@ -164,12 +180,17 @@ impl Device {
         let _bound = self.context().to_submit()?;
         read_address(self.context(), source, &queue, |from| {
             // SAFETY: the source is borrowed and `queue` comes after its writes; the target is the caller's word.
-            unsafe { self.copy_down(target.as_ptr(), fresh, from, bytes, &queue) }
+            unsafe { self.copy_down(target.as_ptr(), false, from, bytes, &queue) }
         })
     }
 
     /// The caller's stream, checked.
-    fn queue(&self, stream: &Arc<CudaStream>, of_slice: &Arc<CudaStream>, operation: &'static str) -> Result<Stream> {
+    pub(super) fn queue(
+        &self,
+        stream: &Arc<CudaStream>,
+        of_slice: &Arc<CudaStream>,
+        operation: &'static str,
+    ) -> Result<Stream> {
         if !self.owns(stream) || !self.owns(of_slice) {
             return Err(Error::new(Kind::WrongContext { operation }));
         }

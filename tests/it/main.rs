@@ -7,6 +7,7 @@ mod calibration;
 mod capture;
 mod completion;
 mod contexts;
+mod copying;
 mod driver_answers;
 mod dtypes;
 mod errors;

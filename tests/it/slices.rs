@@ -17,9 +17,12 @@ fn pattern(len: usize, seed: usize) -> Vec<u8> {
 fn bytes_arrive_at_every_size_and_address() {
     for profile in [H200, GH200, SPARK] {
         let gpu = Gpu::any(profile);
-        let sizes = [1, 4095, 4096, (256 << 10) - 1, 256 << 10, (256 << 10) + 1, 4 * MIB, 4 * MIB + 1, 23 * MIB + 5];
+        let sizes = [1, 4095, 4096, (256 << 10) - 1, 256 << 10, (256 << 10) + 1, 4 * MIB + 1, 13 * MIB + 5];
         for len in sizes {
             for offset in [0, 1, 3, 63] {
+                if len > MIB && (profile != H200 || offset % 3 > 0) {
+                    continue;
+                }
                 let source = pattern(len + offset, offset);
                 let slice: CudaSlice<u8> = gpu.device.upload_new(&gpu.stream, &source[offset..]).unwrap();
                 let mut target = vec![0xeeu8; len + offset + 7];
@@ -89,7 +92,7 @@ fn a_bool_is_looked_at_before_it_is_handed_out() {
 fn a_coherent_link_needs_no_detour() {
     let Some(gpu) = Gpu::simulated(GH200) else { return };
     let pinned = gpu.device.pool().stats().made;
-    let source = pattern(40 * MIB, 3);
+    let source = pattern(10 * MIB, 3);
     let slice = gpu.device.upload_new(&gpu.stream, &source).unwrap();
     assert!(gpu.device.download_vec(&gpu.stream, &slice).unwrap() == source);
     assert_eq!(gpu.device.pool().stats().made, pinned);
@@ -106,8 +109,8 @@ fn callers_do_not_disturb_each_other() {
             let gpu = &gpu;
             scope.spawn(move || {
                 let stream = gpu.another_stream();
-                for round in 0..3 {
-                    let source = pattern(9 * MIB + seed * 1000 + round, seed * 16 + round);
+                for round in 0..2 {
+                    let source = pattern(4 * MIB + seed * 1000 + round, seed * 16 + round);
                     let mut slice = gpu.device.upload_new(&stream, &source).unwrap();
                     let other = pattern(source.len(), 77);
                     gpu.device.upload(&stream, &other, &mut slice).unwrap();
@@ -120,12 +123,34 @@ fn callers_do_not_disturb_each_other() {
     gpu.finish();
 }
 
+/// A copy that waits for its stream holds up no copy on another.
+#[test]
+fn a_held_stream_holds_up_no_other() {
+    within(HANG, || {
+        let gpu = Gpu::any(H200);
+        let source = pattern(2 * MIB, 3);
+        let mut held = gpu.device.upload_new(&gpu.stream, &source).unwrap();
+        let free = gpu.another_stream();
+        let mut slice = gpu.device.upload_new(&free, &source).unwrap();
+        gpu.context.synchronize().unwrap();
+        let gate = gpu.gate(&gpu.stream);
+        let waiting = gpu.device.upload_owned(&gpu.stream, vec![1u8; 2 * MIB]).unwrap();
+        gpu.device.upload(&gpu.stream, &source[..MIB], &mut held).unwrap();
+        let other = pattern(2 * MIB, 4);
+        gpu.device.upload(&free, &other, &mut slice).unwrap();
+        assert!(gpu.device.download_vec(&free, &slice).unwrap() == other);
+        gate.open();
+        drop((waiting.wait().unwrap(), held, slice, free));
+        gpu.finish();
+    });
+}
+
 /// What follows on the stream comes after the pieces, whichever lanes they took.
 #[test]
 fn the_stream_goes_on_when_all_has_arrived() {
     let gpu = Gpu::any(H200);
     let kernels = gpu.kernels();
-    let source = pattern(16 * MIB + 3, 5);
+    let source = pattern(9 * MIB + 3, 5);
     let mut slice = gpu.device.upload_new(&gpu.stream, &source).unwrap();
     for round in 0..4 {
         let source = pattern(source.len(), round);

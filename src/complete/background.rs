@@ -1,0 +1,40 @@
+//! One thread a device for copies that nobody waits for while they begin: it does them in the order in which they came.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::mpsc::{Sender, channel};
+
+use parking_lot::Mutex;
+
+use crate::error::{Error, Kind, Result};
+
+/// A job that is dropped unrun tells so by itself.
+pub(crate) type Job = Box<dyn FnOnce() + Send>;
+
+/// The handle; dropping it lets the thread finish its jobs and end.
+#[derive(Debug, Default)]
+pub(crate) struct Background {
+    jobs: Mutex<Option<Sender<Job>>>,
+}
+
+impl Background {
+    /// Where jobs go; starts the thread, if there is none yet.
+    ///
+    /// # Errors
+    /// It could not be started.
+    pub(crate) fn queue(&self) -> Result<Sender<Job>> {
+        let mut jobs = self.jobs.lock();
+        if let Some(sender) = &*jobs {
+            return Ok(sender.clone());
+        }
+        let (sender, receiver) = channel::<Job>();
+        let work = move || {
+            for job in receiver {
+                // A panic in a caller's waker is his; the other jobs go on.
+                let _ = catch_unwind(AssertUnwindSafe(job));
+            }
+        };
+        let started = std::thread::Builder::new().name("transfer-stage".into()).spawn(work);
+        started.map_err(|error| Error::new(Kind::Thread { what: format!("transfer-stage: {error}") }))?;
+        Ok(jobs.insert(sender).clone())
+    }
+}
