@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use proptest::prelude::*;
-use transfer_tensor::cudarc::driver::CudaSlice;
+use transfer_tensor::cudarc::driver::{CudaContext, CudaSlice};
 
 use crate::support::{GH200, Gpu, H200, HANG, SPARK, within};
 
@@ -187,10 +187,17 @@ fn a_slot_is_used_again_when_its_block_has_arrived() {
     gpu.finish();
 }
 
-/// The lanes come after what the stream was given before, and the stream goes on after them; with one slot and with several.
+/// A copy comes after what its stream was given before, and the stream goes on after it; with one slot and with several, on a
+/// stream of the caller's and on a thread's default one, which is another for the threads that help.
 #[test]
 fn a_copy_has_its_place_on_the_stream() {
-    let gpu = Gpu::any(H200);
+    for gpu in [Gpu::any(H200), Gpu::on_stream(H200, CudaContext::per_thread_stream)] {
+        has_its_place(&gpu);
+        gpu.finish();
+    }
+}
+
+fn has_its_place(gpu: &Gpu) {
     for len in [100_000, 7 * MIB + 5] {
         let (before, source) = (pattern(len, 1), pattern(len, 2));
         let mut slice = gpu.device.upload_new(&gpu.stream, &before).unwrap();
@@ -218,24 +225,25 @@ fn a_copy_has_its_place_on_the_stream() {
         assert!(values.iter().all(|&byte| byte == 0), "{len}: downloaded too early");
         drop(opener);
     }
-    gpu.finish();
 }
 
-/// Where the copy engine is at the caller's memory itself, the call returns when it is done with it.
+/// Where the copy engine is at the caller's memory itself, the call returns when it is done with it. (The simulator's driver
+/// waits by itself, as a real one might: that the crate waits as well is seen from its calls.)
 #[test]
 fn memory_that_the_copy_engine_reaches_is_the_callers_again_on_return() {
     let Some(gpu) = Gpu::simulated(GH200) else { return };
+    let waits = || gpu.sim.as_ref().unwrap().count("cuStreamSynchronize");
     let source = pattern(MIB, 1);
     let mut slice = gpu.device.upload_new(&gpu.stream, &pattern(MIB, 2)).unwrap();
     gpu.stream.synchronize().unwrap();
-    let opener = gpu.gate(&gpu.stream).open_later();
+    let (opener, before) = (gpu.gate(&gpu.stream).open_later(), waits());
     gpu.device.upload(&gpu.stream, &source, &mut slice).unwrap();
-    assert!(opener.opened(), "the source is yet to be read");
+    assert!(opener.opened() && waits() > before, "the source is yet to be read");
     drop(opener);
     let mut target = vec![0; MIB];
-    let opener = gpu.gate(&gpu.stream).open_later();
+    let (opener, before) = (gpu.gate(&gpu.stream).open_later(), waits());
     gpu.device.download(&gpu.stream, &slice, &mut target).unwrap();
-    assert!(opener.opened(), "the target is yet to be written");
+    assert!(opener.opened() && waits() > before, "the target is yet to be written");
     drop(opener);
     assert!(target == source);
     drop(slice);
