@@ -253,3 +253,22 @@ fn the_legacy_stream_is_refused_while_a_blocking_stream_is_captured() {
     assert_eq!(code(unsafe { sys::cuStreamDestroy_v2(blocking) }), 0);
     gpu.finish();
 }
+
+/// One-shot copies as well, in both directions.
+#[test]
+fn one_shot_copies_refuse_a_captured_stream() {
+    let gpu = Gpu::any(H200);
+    let mut slice = gpu.device.upload_new(&gpu.stream, &[1u8; 100]).unwrap();
+    gpu.stream.synchronize().unwrap();
+    for mode in [CU_STREAM_CAPTURE_MODE_GLOBAL, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL] {
+        let capture = Capture::begin(&gpu.stream, mode);
+        refused(gpu.device.upload(&gpu.stream, &[2u8; 100], &mut slice));
+        refused(gpu.device.upload_new(&gpu.stream, &[2u8; 100]));
+        refused(gpu.device.download(&gpu.stream, &slice, &mut [0u8; 100]));
+        refused(gpu.device.download_vec(&gpu.stream, &slice));
+        assert_eq!(capture.end(), 0);
+    }
+    assert_eq!(gpu.device.download_vec(&gpu.stream, &slice).unwrap(), [1; 100]);
+    drop(slice);
+    gpu.finish();
+}

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use cuda_sim::{DeviceBuilder, MemoryKind};
 use memmap2::{Mmap, MmapOptions};
 use transfer_tensor::cudarc::driver::sys;
-use transfer_tensor::{Backing, DType, DynTensor, Error, Strategy, TransferTensor};
+use transfer_tensor::{Backing, DType, Detector, Device, DynTensor, Error, PoolOptions, Strategy, TransferTensor};
 
 use crate::machines::{built, code, drain, pattern};
 use crate::support::{Gpu, H200, SPARK};
@@ -389,4 +389,56 @@ fn memory_that_can_not_be_unregistered_is_never_freed() {
     let others: Vec<Vec<u8>> = (0..20).map(|_| vec![0u8; 50_000]).collect();
     assert!(others.iter().all(|other| other.as_ptr() != dropped_at && other.as_ptr() != given_at));
     gpu.context.check_err().unwrap();
+}
+
+/// A device of the same simulated one, with a pool of its own.
+fn with_pool(gpu: &Gpu, options: PoolOptions) -> Device {
+    let detector = Detector::new().fs_root(gpu.sim.as_ref().unwrap().host_root());
+    Device::builder(&gpu.stream).detector(detector).pool(options).build().unwrap()
+}
+
+/// Of what comes back only so much lies idle; the rest goes to the driver, and counts no more.
+#[test]
+fn a_pool_keeps_no_more_idle_memory_than_it_may() {
+    let Some(gpu) = Gpu::simulated(H200) else { return };
+    let (mib, device) = (MIB as u64, with_pool(&gpu, PoolOptions::new().keep_idle(8 << 20)));
+    let buffers: Vec<_> = (0..3).map(|_| device.pool().acquire(4 * MIB).unwrap()).collect();
+    drop(buffers);
+    drain(&device);
+    let stats = device.pool().stats();
+    assert_eq!((stats.idle, stats.reserved, stats.freed), (8 * mib, 8 * mib, 1));
+    drop(device);
+    gpu.finish();
+}
+
+/// The budget is of memory that there is: what the driver refused takes no room.
+#[test]
+fn a_block_that_was_refused_takes_no_room_in_the_budget() {
+    let Some(gpu) = Gpu::simulated(H200) else { return };
+    let sim = gpu.sim.as_ref().unwrap();
+    let device = with_pool(&gpu, PoolOptions::new().budget(8 << 20));
+    sim.fail_always("cuMemHostAlloc", 2);
+    sim.fail_always("cuMemHostRegister", 2);
+    assert!(device.pool().try_acquire(8 * MIB).unwrap_err().is_out_of_memory());
+    assert_eq!(device.pool().stats().reserved, 0);
+    sim.clear_failures();
+    drop(device.pool().try_acquire(8 * MIB).unwrap());
+    drop(device);
+    gpu.finish();
+}
+
+/// Large blocks are mapped by us: the driver forgets them before they are unmapped.
+#[test]
+fn a_block_is_unregistered_before_it_is_unmapped() {
+    let Some(gpu) = Gpu::simulated(H200) else { return };
+    let sim = gpu.sim.as_ref().unwrap();
+    let counts = || ["cuMemHostRegister", "cuMemHostUnregister"].map(|call| sim.count(call));
+    let [registered, unregistered] = counts();
+    let buffer = gpu.device.pool().acquire(8 * MIB).unwrap();
+    assert!(is_page_locked(&gpu, buffer.as_ptr()));
+    assert_eq!(counts(), [registered + 1, unregistered]);
+    drop(buffer);
+    drain(&gpu.device);
+    assert_eq!(counts(), [registered + 1, unregistered + 1]);
+    gpu.finish();
 }

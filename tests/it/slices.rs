@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use proptest::prelude::*;
-use transfer_tensor::cudarc::driver::CudaSlice;
+use transfer_tensor::cudarc::driver::{CudaContext, CudaSlice};
 
 use crate::support::{GH200, Gpu, H200, HANG, SPARK, within};
 
@@ -186,6 +186,119 @@ fn the_stream_goes_on_when_all_has_arrived() {
         slice = gpu.device.upload_new(&gpu.stream, &source).unwrap();
     }
     drop((slice, kernels));
+    gpu.finish();
+}
+
+/// More blocks than there are slots: none is filled again before its block has travelled, none emptied before it is there.
+#[test]
+fn a_slot_is_used_again_when_its_block_has_arrived() {
+    let gpu = Gpu::any(H200);
+    // So that nothing is allocated behind the gate.
+    let mut slice = gpu.device.upload_new(&gpu.stream, &pattern(40 * MIB + 1, 1)).unwrap();
+    let mut target = gpu.device.download_vec(&gpu.stream, &slice).unwrap();
+    let source = pattern(40 * MIB + 1, 2);
+    let opener = gpu.gate(&gpu.stream).open_later();
+    gpu.device.upload(&gpu.stream, &source, &mut slice).unwrap();
+    assert!(opener.opened(), "filled while it was held");
+    drop(opener);
+    let opener = gpu.gate(&gpu.stream).open_later();
+    gpu.device.download(&gpu.stream, &slice, &mut target).unwrap();
+    assert!(opener.opened(), "emptied while it was held");
+    drop(opener);
+    assert!(target == source);
+    drop(slice);
+    gpu.finish();
+}
+
+/// A copy comes after what its stream was given before, and the stream goes on after it; with one slot and with several, on a
+/// stream of the caller's and on a thread's default one, which is another for the threads that help.
+#[test]
+fn a_copy_has_its_place_on_the_stream() {
+    for gpu in [Gpu::any(H200), Gpu::on_stream(H200, CudaContext::per_thread_stream)] {
+        has_its_place(&gpu);
+        gpu.finish();
+    }
+}
+
+fn has_its_place(gpu: &Gpu) {
+    for len in [100_000, 7 * MIB + 5] {
+        let (before, source) = (pattern(len, 1), pattern(len, 2));
+        let mut slice = gpu.device.upload_new(&gpu.stream, &before).unwrap();
+        assert!(gpu.device.download_vec(&gpu.stream, &slice).unwrap() == before);
+
+        let gate = gpu.gate(&gpu.stream);
+        gpu.stream.memset_zeros(&mut slice).unwrap();
+        gpu.device.upload(&gpu.stream, &source, &mut slice).unwrap();
+        gate.open();
+        assert!(gpu.device.download_vec(&gpu.stream, &slice).unwrap() == source, "{len}: uploaded too early");
+
+        let gate = gpu.gate(&gpu.stream);
+        gpu.device.upload(&gpu.stream, &before, &mut slice).unwrap();
+        gpu.stream.memset_zeros(&mut slice).unwrap();
+        gate.open();
+        gpu.stream.synchronize().unwrap();
+        assert!(gpu.stream.clone_dtoh(&slice).unwrap().iter().all(|&byte| byte == 0), "{len}: uploaded too late");
+
+        gpu.device.upload(&gpu.stream, &before, &mut slice).unwrap();
+        gpu.stream.synchronize().unwrap();
+        let gate = gpu.gate(&gpu.stream);
+        gpu.stream.memset_zeros(&mut slice).unwrap();
+        let opener = gate.open_later();
+        let values = gpu.device.download_vec(&gpu.stream, &slice).unwrap();
+        assert!(values.iter().all(|&byte| byte == 0), "{len}: downloaded too early");
+        drop(opener);
+    }
+}
+
+/// Where the copy engine is at the caller's memory itself, the call returns when it is done with it. (The simulator's driver
+/// waits by itself, as a real one might: that the crate waits as well is seen from its calls.)
+#[test]
+fn memory_that_the_copy_engine_reaches_is_the_callers_again_on_return() {
+    let Some(gpu) = Gpu::simulated(GH200) else { return };
+    let waits = || gpu.sim.as_ref().unwrap().count("cuStreamSynchronize");
+    let source = pattern(MIB, 1);
+    let mut slice = gpu.device.upload_new(&gpu.stream, &pattern(MIB, 2)).unwrap();
+    gpu.stream.synchronize().unwrap();
+    let (opener, before) = (gpu.gate(&gpu.stream).open_later(), waits());
+    gpu.device.upload(&gpu.stream, &source, &mut slice).unwrap();
+    assert!(opener.opened() && waits() > before, "the source is yet to be read");
+    drop(opener);
+    let mut target = vec![0; MIB];
+    let (opener, before) = (gpu.gate(&gpu.stream).open_later(), waits());
+    gpu.device.download(&gpu.stream, &slice, &mut target).unwrap();
+    assert!(opener.opened() && waits() > before, "the target is yet to be written");
+    drop(opener);
+    assert!(target == source);
+    drop(slice);
+    gpu.finish();
+}
+
+/// A block that the driver refuses never travels: whoever waits for its slot goes home, with the error.
+#[test]
+fn nobody_waits_for_a_block_that_was_refused() {
+    let Some(gpu) = Gpu::simulated(H200) else { return };
+    let gpu = within(HANG, move || {
+        let sim = gpu.sim.as_ref().unwrap();
+        let (source, mut target) = (pattern(48 * MIB, 1), vec![0; 48 * MIB]);
+        let mut slice = gpu.device.upload_new(&gpu.stream, &source).unwrap();
+        gpu.device.download(&gpu.stream, &slice, &mut target).unwrap();
+        // The first blocks are held until all threads are there; one behind them is refused.
+        let opener = gpu.gate(&gpu.stream).open_later();
+        sim.fail_nth("cuMemcpyHtoDAsync", 6, 999);
+        let error = gpu.device.upload(&gpu.stream, &source, &mut slice).unwrap_err();
+        assert_eq!(error.driver_code(), Some(999), "{error}");
+        drop(opener);
+        let opener = gpu.gate(&gpu.stream).open_later();
+        sim.fail_nth("cuMemcpyDtoHAsync", 6, 999);
+        let error = gpu.device.download(&gpu.stream, &slice, &mut target).unwrap_err();
+        assert_eq!(error.driver_code(), Some(999), "{error}");
+        drop(opener);
+        sim.clear_failures();
+        gpu.device.upload(&gpu.stream, &source, &mut slice).unwrap();
+        assert!(gpu.device.download_vec(&gpu.stream, &slice).unwrap() == source);
+        drop(slice);
+        gpu
+    });
     gpu.finish();
 }
 
