@@ -53,11 +53,18 @@ fn strategy(answer: &Value) -> &str {
     tensors[0]["strategy"].as_str().unwrap()
 }
 
+/// The host has `bytes` bytes, in blocks of whole pages that are at most an eighth larger.
+fn assert_once(answer: &Value, bytes: u64) {
+    let blocks = answer["tensors"].as_array().unwrap().len() as u64;
+    let peak = total(answer, "host_bytes_peak");
+    assert!((bytes..=bytes + bytes / 8 + blocks * 8192).contains(&peak), "{peak} for {bytes} in {blocks} blocks");
+}
+
 /// All bytes exist once, in host memory that both sides use.
 fn assert_no_duplicate(answer: &Value, bytes: u64) {
     assert_eq!(total(answer, "bytes_copied"), 0);
     assert_eq!(total(answer, "device_bytes_peak"), 0);
-    assert_eq!(total(answer, "host_bytes_peak"), bytes);
+    assert_once(answer, bytes);
 }
 
 #[test]
@@ -83,7 +90,9 @@ fn every_built_in_machine_gives_every_byte_back() {
                 // There and back; the model stays on the device, the host holds one tensor at a time.
                 assert_eq!(total(&answer, "bytes_copied"), 2 * bytes, "{profile}");
                 assert_eq!(total(&answer, "device_bytes_peak"), bytes, "{profile}");
-                assert_eq!(total(&answer, "host_bytes_peak"), 129 * 33 * 4, "{profile}");
+                // In blocks of powers of two, which are used again.
+                let peak = total(&answer, "host_bytes_peak");
+                assert!((129 * 33 * 4..=40 << 10).contains(&peak), "{profile}: {peak}");
             }
             other => panic!("{profile}: {other}"),
         }
@@ -200,7 +209,7 @@ fn without_json_there_is_a_table_and_the_totals() {
         assert!(text.contains(word), "{word}: {text}");
     }
     assert!(text.contains(&format!("7 tensors, {bytes} bytes")) && text.contains("0 mismatches"), "{text}");
-    assert!(text.contains(&format!("{bytes} bytes of device memory, {} of host memory", 129 * 33 * 4)), "{text}");
+    assert!(text.contains(&format!("{bytes} bytes of device memory, ")) && text.contains(" of host memory"), "{text}");
 }
 
 #[test]

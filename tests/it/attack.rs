@@ -13,6 +13,9 @@ fn pattern(len: usize, seed: usize) -> Vec<u8> {
     (0..len).map(|i| (i.wrapping_mul(0x9e37_79b9) >> 13) as u8 ^ seed as u8).collect()
 }
 
+/// So many slots the engine makes before it waits for one.
+const SLOTS: usize = 16;
+
 /// A slot that an earlier upload's copy on another stream still reads is not free because a later copy, which had just taken
 /// it, failed.
 #[test]
@@ -24,7 +27,7 @@ fn a_failed_copy_does_not_free_what_an_earlier_one_uses() {
             let (first, second) = (gpu.another_stream(), gpu.another_stream());
             let (early, late) = (pattern(64 << 10, 1), pattern(64 << 10, 2));
             let mut targets: Vec<CudaSlice<u8>> =
-                (0..8).map(|_| gpu.device.upload_new(&first, &vec![0; early.len()]).unwrap()).collect();
+                (0..SLOTS).map(|_| gpu.device.upload_new(&first, &vec![0; early.len()]).unwrap()).collect();
             let mut other: CudaSlice<u8> = gpu.device.upload_new(&second, &vec![0; len]).unwrap();
             let mut third: CudaSlice<u8> = gpu.device.upload_new(&second, &vec![0; late.len()]).unwrap();
             gpu.context.synchronize().unwrap();
@@ -33,9 +36,10 @@ fn a_failed_copy_does_not_free_what_an_earlier_one_uses() {
             for target in &mut targets {
                 gpu.device.upload(&first, &early, target).unwrap();
             }
-            // Whether it is free is asked for twice before it is waited for.
-            let questions = if len < MIB { 3 } else { 1 };
-            (1..=questions).for_each(|nth| sim.fail_nth("cuEventQuery", nth, 999));
+            // Each is asked for; then the oldest is taken. A long copy asks those that are left for each of its other three
+            // slots, and gets new ones. Then the one that is busy is waited for.
+            let asked = if len < MIB { SLOTS } else { SLOTS + 3 * (SLOTS - 1) };
+            sim.fail_nth("cuEventQuery", asked as u64 + 1, 999);
             if down {
                 gpu.device.download(&second, &other, &mut vec![0; len]).unwrap_err();
             } else {
