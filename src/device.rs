@@ -111,9 +111,10 @@ impl DeviceBuilder<'_> {
         let memory = platform.memory_in(cuda);
         let (context, waiter) = (Context::new(cuda.clone()), Arc::new(Waiter::new()));
         let placement = placement(&platform);
+        let one_memory = matches!(platform.model(), MemoryModel::Unified | MemoryModel::UnifiedMapped);
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let tuning = self.tuning.unwrap_or_else(|| Tuning::built_in(cores));
-        let pool = PinnedPool::new(&context, &waiter, placement, memory.host_available, self.pool)?;
+        let pool = PinnedPool::new(&context, &waiter, placement, memory.host_available, one_memory, self.pool)?;
         let staging = Staging::new(&context, &pool);
         let mut device = Device(Arc::new(Inner {
             staging,

@@ -4,7 +4,7 @@
 #[cfg(feature = "safetensors")]
 pub mod sample;
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Args, Parser};
@@ -160,7 +160,7 @@ impl Machine {
 
 /// Opens a model: a path at which there is none is a bad argument, one that does not hold together is not.
 #[cfg(feature = "safetensors")]
-pub fn open(path: &Path) -> Result<transfer_tensor::Checkpoint, Failure> {
+pub fn open(path: &std::path::Path) -> Result<transfer_tensor::Checkpoint, Failure> {
     transfer_tensor::Checkpoint::open(path)
         .map_err(|error| if error.is_file() { Failure::usage(error) } else { Failure::other(error) })
 }

@@ -46,9 +46,9 @@ impl Blocks {
         self
     }
 
-    /// How many blocks should be under way: those that the threads are at, two that travel, one between.
+    /// How many blocks should be under way: those that the threads are at, two that travel, two between.
     pub(crate) fn under_way(&self) -> usize {
-        (self.threads * self.part).div_ceil(self.block) + 3
+        (self.threads * self.part).div_ceil(self.block) + 4
     }
 
     /// Block `index`; `None` behind the last.

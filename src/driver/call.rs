@@ -47,6 +47,7 @@ impl Bound {
     }
 
     /// Has the context that is current now put back when this is dropped: for code that is not ours, in the middle of ours.
+    #[cfg(feature = "safetensors")]
     pub(crate) fn keep() -> Result<Bound> {
         Driver::get()?;
         let mut current = std::ptr::null_mut();

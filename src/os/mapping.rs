@@ -2,7 +2,9 @@
 
 use std::ptr::NonNull;
 
-use crate::error::{Error, Kind, Result};
+#[cfg(target_os = "linux")]
+use crate::error::Kind;
+use crate::error::{Error, Result};
 
 pub(crate) const HUGE_PAGE: usize = 2 << 20;
 

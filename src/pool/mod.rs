@@ -59,7 +59,8 @@ impl PoolOptions {
     }
 
     /// The most idle bytes that are kept; a block that comes back above that goes to the driver, on a thread of its own. If
-    /// not said: the budget.
+    /// not said: an eighth of what the host could still allocate when the device was made; a thirty-second where that is the
+    /// device's memory too.
     pub fn keep_idle(mut self, bytes: u64) -> Self {
         self.keep_idle = Some(bytes);
         self
@@ -165,15 +166,17 @@ impl PinnedPool {
         waiter: &Arc<Waiter>,
         placement: Placement,
         host_available: Option<u64>,
+        one_memory: bool,
         options: PoolOptions,
     ) -> Result<Self> {
+        let share = if one_memory { 32 } else { 8 };
         let budget = options.budget.unwrap_or_else(|| host_available.map_or(u64::MAX, |bytes| bytes / 2));
         let pool = Self(Arc::new(Inner {
             shelf: Shelf::new(budget),
             context: context.clone(),
             waiter: waiter.clone(),
             placement,
-            keep_idle: options.keep_idle.unwrap_or(budget),
+            keep_idle: options.keep_idle.unwrap_or_else(|| host_available.map_or(u64::MAX, |bytes| bytes / share)),
             when_full: options.when_full,
             strict: options.strict,
             counts: Counts::default(),

@@ -20,6 +20,7 @@ use crate::element::DType;
 use crate::element::Element;
 use crate::error::{Error, Kind, Result};
 use crate::plan::{Backing, Decision, Strategy};
+use crate::platform::MemoryModel;
 use crate::ranges::RangeSet;
 use crate::trace;
 
@@ -384,6 +385,10 @@ pub(crate) fn retry_after_drain<R>(device: &Device, error: Error, again: impl Fn
         return Err(error);
     }
     device.staging().release();
+    if matches!(device.platform().model(), MemoryModel::Unified | MemoryModel::UnifiedMapped) {
+        // What lies idle on the host is the device's memory too.
+        device.pool().trim(0);
+    }
     if device.drain(Duration::from_secs(2)).is_ok() { again() } else { Err(error) }
 }
 
