@@ -39,7 +39,7 @@ pub(crate) unsafe fn copy_past_caches(source: *const u8, target: *mut u8, bytes:
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2")]
 unsafe fn stream_avx2(source: *const u8, target: *mut u8, bytes: usize) {
-    use std::arch::x86_64::{__m256i, _mm_sfence, _mm256_loadu_si256, _mm256_stream_si256};
+    use std::arch::x86_64::{__m256i, _mm256_loadu_si256, _mm256_stream_si256};
     for offset in (0..bytes).step_by(64) {
         // SAFETY: the caller's; the offsets are below `bytes`.
         unsafe {
@@ -49,21 +49,26 @@ unsafe fn stream_avx2(source: *const u8, target: *mut u8, bytes: usize) {
             _mm256_stream_si256(to.add(1), b);
         }
     }
-    // Such stores are ordered with nothing: before anybody is told that the bytes are there.
-    _mm_sfence();
+    fence();
 }
 
 /// # Safety
 /// As for [`stream_avx2`], with 16 instead of 32 and without AVX2.
 #[cfg(target_arch = "x86_64")]
 unsafe fn stream_sse2(source: *const u8, target: *mut u8, bytes: usize) {
-    use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_sfence, _mm_stream_si128};
+    use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_stream_si128};
     for offset in (0..bytes).step_by(16) {
         // SAFETY: as above; every x86-64 has SSE2.
         unsafe { _mm_stream_si128(target.add(offset).cast::<__m128i>(), _mm_loadu_si128(source.add(offset).cast())) };
     }
-    // SAFETY: as above.
-    unsafe { _mm_sfence() };
+    fence();
+}
+
+/// Such stores are ordered with nothing: before anybody is told that the bytes are there.
+#[cfg(target_arch = "x86_64")]
+fn fence() {
+    // SAFETY: every x86-64 has SSE. (A function of its own: where the feature is enabled, newer compilers call it safe.)
+    unsafe { std::arch::x86_64::_mm_sfence() };
 }
 
 #[cfg(test)]
