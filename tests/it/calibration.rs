@@ -217,6 +217,8 @@ fn a_refused_call_leaves_the_built_in_figures_and_nothing_else() {
     sim.clear_calls();
     drop(again(&gpu, &folder.path().join("first")).calibrate().unwrap());
     let mut calls: Vec<String> = sim.calls().into_iter().map(|call| call.name).collect();
+    // Those that make a context current belong to no device: they would fail for the tests beside this one.
+    calls.retain(|call| !call.starts_with("cuCtx"));
     calls.sort();
     calls.dedup();
     assert!(calls.len() > 12, "{calls:?}");
