@@ -58,7 +58,7 @@ impl Drop for Inner {
             return;
         }
         // An upload from pageable memory returns when the source has been read, not when the slots have been.
-        for (slot, busy) in self.staging.take() {
+        for (slot, busy) in self.staging.take_all() {
             // Idle or not: freeing may wait for the whole device, and a drop must not.
             let (cuda, pending) = (self.context.cuda().clone(), busy.into_iter().map(Pending::Event).collect());
             free_later(&self.context, cuda, &self.waiter, Box::new(slot), pending);

@@ -26,7 +26,7 @@ fn staged(chunk: usize, threads: usize, up: f64, down: f64) -> Staged {
     Staged { chunk, threads, up: vec![at(bytes, up); 2], down: vec![at(bytes, down); 2] }
 }
 
-/// What an H200 in a PCIe 5 slot, with 16 cores, gave (docs/benchmarks.md): rates in GB/s, pageable copies by size.
+/// Such as an H200 in a PCIe 5 slot, with 16 cores, might give: rates in GB/s, pageable copies by size.
 fn h200() -> Samples {
     let contest = |bytes: usize, driver: f64, ours: f64| {
         let seconds = |gbs: f64| vec![at(bytes, gbs).seconds; 5];

@@ -5,6 +5,6 @@ mod queue;
 pub(crate) mod signal;
 pub(crate) mod waiter;
 
-pub(crate) use background::Background;
+pub(crate) use background::{Background, Job};
 pub(crate) use signal::Signal;
 pub(crate) use waiter::{Waiter, free_later};

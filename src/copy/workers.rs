@@ -1,7 +1,7 @@
 //! Threads that help with copies of ordinary memory: one set for the process, started as they are first needed, named, asleep
 //! when there is nothing to do.
 //!
-//! One thread copies 8 to 10 GB/s, a PCIe link carries 55. Who copies wakes those that sleep, and
+//! One thread does not copy as fast as a PCIe link carries (docs/benchmarks.md). Who copies wakes those that sleep, and
 //! works himself. A helper sits down only while callers and helpers are fewer than the CPUs this process may use.
 #![deny(unsafe_code)]
 
@@ -11,7 +11,7 @@ use std::sync::{Arc, OnceLock};
 
 use crate::sync::{Condvar, Mutex};
 
-/// More threads than this bring nothing on any link there is (docs/benchmarks.md).
+/// No more threads than this, however many CPUs there are: one copy takes a few of them (`plan::Tuning`).
 const MOST: usize = 32;
 
 /// Work that several threads do together: each calls it, and it returns when there is nothing left to begin.

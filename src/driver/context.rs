@@ -8,6 +8,7 @@ use parking_lot::Mutex;
 
 use super::batch::BatchCall;
 use super::call::{Bound, check};
+use super::load::Driver;
 use super::stream::Stream;
 use crate::error::{Error, Result};
 
@@ -119,6 +120,10 @@ impl Context {
     }
 
     pub(super) fn give_event(&self, event: RawEvent) {
+        if Driver::get().is_err() {
+            // A forked child, or a driver that is gone: the handle is worth nothing, and the lock may never be free.
+            return;
+        }
         let mut idle = self.idle.lock();
         if idle.len() < IDLE_EVENTS {
             idle.push(event);

@@ -20,8 +20,8 @@ use crate::os::{HUGE_PAGE, Mapping};
 /// How page-locked memory is made on a machine.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Placement {
-    /// Large blocks are mapped by us, on huge pages, touched by several threads and then registered. On an H200's host
-    /// `cuMemHostAlloc` takes 0.70 s for 1 GiB, registering what one thread touched in 0.30 s takes 0.03.
+    /// Large blocks are mapped by us, on huge pages, touched by several threads and then registered: `cuMemHostAlloc` touches
+    /// every small page with one (`benches/pool.rs` compares them).
     pub(crate) map: bool,
     /// The NUMA node that such blocks come from.
     pub(crate) node: Option<u32>,
@@ -108,7 +108,7 @@ impl Pinned {
     }
 }
 
-/// Has the pages of a fresh mapping made by several threads: by one it takes 0.3 s for 1 GiB, on small pages 0.8 s.
+/// Has the pages of a fresh mapping made by several threads.
 pub(super) fn touch(mapping: &Mapping) {
     let (start, pages) = (Address(mapping.address()), mapping.bytes().div_ceil(HUGE_PAGE));
     let (next, bytes) = (AtomicUsize::new(0), mapping.bytes());
@@ -342,7 +342,7 @@ pub(crate) fn read_address<T, S: DevicePtr<T>, R>(
     work: impl FnOnce(u64) -> Result<R>,
 ) -> Result<R> {
     let (address, noting) = ordered(context, stream, || slice.device_ptr(stream.cuda()))?;
-    let done = work(address);
+    let done = given(address).and_then(work);
     ordered(context, stream, || drop(noting)).or_else(|_| stream.synchronize()).and(done)
 }
 
@@ -354,8 +354,13 @@ pub(crate) fn write_address<T, S: DevicePtrMut<T>>(
     work: impl FnOnce(u64) -> Result<()>,
 ) -> Result<()> {
     let (address, noting) = ordered(context, stream, || slice.device_ptr_mut(stream.cuda()))?;
-    let done = work(address);
+    let done = given(address).and_then(work);
     ordered(context, stream, || drop(noting)).or_else(|_| stream.synchronize()).and(done)
+}
+
+/// The address that cudarc's trait gave: none, from a guard whose own stream is being captured.
+pub(super) fn given(address: u64) -> Result<u64> {
+    if address == 0 { Err(Error::new(Kind::Capturing { operation: "device access" })) } else { Ok(address) }
 }
 
 /// Lets cudarc order `stream`, or says why it did not: then the slice may still be in use. Nothing blocks for that.

@@ -10,6 +10,7 @@ use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, SyncOnDrop};
 use super::Event;
 use super::batch::{Copies, Counted, allocation, is_pinned};
 use super::context::{Context, Way};
+use super::memory::given;
 use super::slots::{ROUND, Slots, drain};
 use super::stream::Stream;
 use crate::batch::plan::{Block, Layout, Part, Placed, check_apart, sort, staged};
@@ -81,10 +82,7 @@ impl<'a> DeviceEnd<'a> {
         // SAFETY: the object is of the type that the function was made for, and borrowed for 'a as it says.
         let ask = || unsafe { (self.ask)(self.object, stream) };
         let (address, sync) = context.unparked(stream.context(), "cuStreamWaitEvent", ask)?;
-        if address == 0 {
-            return Err(Error::unsupported("device access", "its guard gives no address for this stream"));
-        }
-        Ok((address, sync))
+        Ok((given(address)?, sync))
     }
 }
 

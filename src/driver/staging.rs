@@ -9,7 +9,7 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 
 use super::context::{Context, Way};
 use super::copy;
@@ -95,31 +95,37 @@ impl Staging {
     }
 
     /// Takes the slots out, each with the copy that may still use it: for the end, when they are to be freed.
-    pub(crate) fn take(&mut self) -> Vec<(PinnedBuffer, Option<Arc<Event>>)> {
+    pub(crate) fn take_all(&mut self) -> Vec<(PinnedBuffer, Option<Arc<Event>>)> {
         std::mem::take(&mut *self.slots.lock()).into_iter().map(|slot| (slot.memory, slot.busy)).collect()
     }
 
-    /// A slot; still busy only where there are many, and none is free. `None` where nothing can be pinned.
-    fn slot(&self) -> Option<Slot> {
+    /// So many slots; busy ones only where there are many, and none is free. Fewer, or none, where no more can be pinned.
+    fn take(&self, count: usize) -> Vec<Slot> {
+        let mut taken = Vec::with_capacity(count);
         let mut slots = self.slots.lock();
-        // The last one used that is free: it is in the CPU's caches.
-        let free = (0..slots.len()).rev().find(|&index| slots.get_mut(index).is_some_and(Slot::idle));
-        match free {
-            Some(index) => slots.remove(index),
-            // Perhaps they are another stream's, which is held.
-            None if slots.len() < UNDER_WAY => {
-                drop(slots);
-                self.new_slot()
+        // The last ones used that are free: they are in the CPU's caches. Each is asked once.
+        let mut index = slots.len();
+        while taken.len() < count && index > 0 {
+            index -= 1;
+            if slots.get_mut(index).is_some_and(Slot::idle) {
+                taken.extend(slots.remove(index));
             }
-            None => slots.pop_front(),
         }
-    }
-
-    fn new_slot(&self) -> Option<Slot> {
-        match self.pool.try_acquire(STAGED_PIECE) {
-            Ok(memory) => Some(Slot { memory, busy: None }),
-            Err(_) => self.slots.lock().pop_front(),
+        while taken.len() < count {
+            // Perhaps those that are left are another stream's, which is held.
+            let busy = if slots.len() < UNDER_WAY { None } else { slots.pop_front() };
+            let slot = busy.or_else(|| {
+                // Not under the lock: who finds no room has idle slots given back.
+                MutexGuard::unlocked(&mut slots, || self.pool.try_acquire(STAGED_PIECE).ok())
+                    .map(|memory| Slot { memory, busy: None })
+                    .or_else(|| slots.pop_front())
+            });
+            match slot {
+                Some(slot) => taken.push(slot),
+                None => break,
+            }
         }
+        taken
     }
 
     /// Gives the slots that nothing uses back to the pool; for when memory is short.
@@ -150,7 +156,7 @@ impl Staging {
         let bytes = parts.last().map_or(0, |part| part.source.end);
         // Waking others takes longer.
         if bytes <= tuning.crossover_up.min(STAGED_PIECE)
-            && let Some(slot) = self.slot()
+            && let Some(slot) = self.take(1).pop()
         {
             // SAFETY: the caller's.
             return unsafe { self.up_once(slot, parts, source, bytes, stream) };
@@ -208,7 +214,7 @@ impl Staging {
         stream: &Stream,
     ) -> Result<()> {
         if bytes <= tuning.crossover_down.min(STAGED_PIECE)
-            && let Some(slot) = self.slot()
+            && let Some(slot) = self.take(1).pop()
         {
             // SAFETY: the caller's.
             return unsafe { self.down_once(slot, sink, source, bytes, stream) };
@@ -260,7 +266,7 @@ impl Staging {
     /// Does a copy with several threads; whether it was done: not where nothing can be pinned.
     fn share(&self, blocks: Blocks, way: Way, stream: &Stream, awake: bool, work: Box<dyn Work>) -> Result<bool> {
         let count = (0..blocks.under_way()).take_while(|&index| blocks.block(index).is_some()).count();
-        let slots: Vec<Slot> = (0..count).map_while(|_| self.slot()).collect();
+        let slots = self.take(count);
         if slots.is_empty() {
             return Ok(false);
         }

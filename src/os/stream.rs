@@ -1,8 +1,7 @@
 //! A copy whose stores go past the caches: for memory that the CPU writes and does not read soon.
 //!
-//! An ordinary store first reads the line it writes to. When the results of a GPU are moved to their place that costs a third
-//! of the memory's bandwidth; on the way to the GPU it is the other way round, as the link then reads what is in the cache
-//! (docs/benchmarks.md).
+//! An ordinary store first reads the line it writes to, which results of a GPU on the way to their place do not need. On the way to the
+//! GPU the lines had better stay in the cache, from which the link reads them next.
 
 /// Below this an ordinary copy is as fast, and leaves the bytes in the cache.
 const SMALLEST: usize = 64 << 10;

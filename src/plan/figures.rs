@@ -117,7 +117,8 @@ pub struct Figures {
 const COPY_LATENCY: f64 = 8.8e-6;
 const L2_OVER_MEMORY: f64 = 3.0;
 const IN_PLACE_OVER_COPY: f64 = 0.89;
-/// What copies through staging reach of the link's rate, where there are CPUs enough to keep up with it.
+/// What copies through staging are taken to reach of the link's rate, where there are CPUs enough to keep up with it: about what a probe with
+/// eight threads of two slots reached on an H200's link.
 const STAGED_UP: f64 = 0.92;
 const STAGED_DOWN: f64 = 0.85;
 
@@ -333,11 +334,7 @@ fn discrete(cc: Option<(i32, i32)>) -> Figures {
         Some((8, 0)) => (Rate::known(25.1), Rate::assumed(25.0)),
         _ => (to_device.times(0.92), to_host.times(0.92)),
     };
-    // Measured with eight to twelve threads on the H200; elsewhere the same share of the link.
-    let (staged_up, staged_down) = match cc {
-        Some((9, 0)) => (Rate::known(50.8), Rate::known(48.7)),
-        _ => (to_device.times(STAGED_UP), to_host.times(STAGED_DOWN)),
-    };
+    let (staged_up, staged_down) = (to_device.times(STAGED_UP), to_host.times(STAGED_DOWN));
     // In place, managed and HMM memory migrate on the first touch: at the rate of a prefetch (40.9 of 55.3 GB/s on the
     // H200, 9.8 back) and of a cold HMM fault.
     let in_place = |rate: Rate, migrate: Rate| ByMemory {

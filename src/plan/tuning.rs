@@ -3,7 +3,7 @@
 
 use crate::copy::STAGED_PIECE;
 
-/// More threads than this do not make staged copies faster: on an H200's link eight fill it, more only disturb each other.
+/// More threads than this did not make staged copies faster on an H200's link, in sweeps of earlier forms of the engine.
 pub(crate) const MOST_THREADS: usize = 8;
 
 /// Up to this size one thread copies alone: it needs no hand-over.

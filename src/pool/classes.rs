@@ -2,7 +2,7 @@
 //!
 //! Eight sizes between a power of two and the next: a block is at most an eighth larger than what was asked for. Below
 //! 1 MiB the powers of two themselves (pages are 4 KiB, and few sizes make few blocks); above 1 GiB whole huge pages, no
-//! classes: rounding 20.4 GiB up is what people run out of memory by (docs/benchmarks.md).
+//! classes: a power of two for 20.4 GiB is 32.
 #![deny(unsafe_code)]
 
 const PAGE: usize = 4 << 10;

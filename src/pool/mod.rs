@@ -1,7 +1,6 @@
 //! Page-locked host memory that is used again and again.
 //!
-//! Getting such memory from the driver takes about a millisecond for 1.5 MiB, and giving it back waits for the whole device
-//! with the driver locked. So what is given back here is kept, by size, and the driver is only asked while a program warms up.
+//! Getting such memory from the driver takes long, and giving it back waits for the whole device with the driver locked. So what is given back here is kept, by size, and the driver is only asked while a program warms up.
 
 mod classes;
 mod shelf;
@@ -196,8 +195,7 @@ impl PinnedPool {
     /// A buffer of `bytes` bytes, with whatever bytes were there before. When there is no room, does what
     /// [`PoolOptions::when_full`] says.
     ///
-    /// No driver call where a block of this size has come back; else one, which takes up to 0.7 ms a MiB (on an H200's host) and
-    /// may wait for the device.
+    /// No driver call where a block of this size has come back; else one, which is slow and may wait for the device.
     ///
     /// # Errors
     /// There is no room within the budget, or the driver refuses more.

@@ -4,13 +4,14 @@ use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
+use std::sync::mpsc::Sender;
 use std::task::{Context as TaskContext, Poll};
 use std::time::{Duration, Instant};
 
 use cudarc::driver::{CudaSlice, CudaStream, DeviceSlice};
 use parking_lot::{Condvar, Mutex};
 
-use crate::complete::Signal;
+use crate::complete::{Job, Signal};
 use crate::device::Device;
 use crate::driver::memory::{adopt_slice, alloc_device, drop_bound};
 use crate::driver::{Context, Event, Stream, Way};
@@ -118,7 +119,7 @@ impl Device {
             Ok((self.after(&queue, &mut slice)?, slice, self.background().queue()?))
         };
         match prepare() {
-            Ok((start, slice, jobs)) => Ok(self.copy_owned(Way::Up, start, source, slice, |job| drop(jobs.send(job)))),
+            Ok((start, slice, jobs)) => Ok(self.copy_owned(&jobs, Way::Up, start, source, slice)),
             Err(error) => Err(Refused { error, value: source }),
         }
     }
@@ -140,7 +141,7 @@ impl Device {
             Ok((self.after(&queue, &mut source)?, self.background().queue()?))
         };
         match prepare() {
-            Ok((start, jobs)) => Ok(self.copy_owned(Way::Down, start, Vec::new(), source, |job| drop(jobs.send(job)))),
+            Ok((start, jobs)) => Ok(self.copy_owned(&jobs, Way::Down, start, Vec::new(), source)),
             Err(error) => Err(Refused { error, value: source }),
         }
     }
@@ -154,16 +155,17 @@ impl Device {
 
     fn copy_owned<T: Element>(
         &self,
+        jobs: &Sender<Job>,
         way: Way,
         (start, address): (Event, u64),
         host: Vec<T>,
         slice: CudaSlice<T>,
-        submit: impl FnOnce(Box<dyn FnOnce() + Send>),
     ) -> Copying<T> {
         let shared = Arc::new(Shared { ends: Mutex::new(None), done: Condvar::new(), signal: Signal::new() });
         let (mut teller, device) = (Teller(Some(shared.clone())), self.clone());
         let held = Held { slice: Some(slice), context: self.context().clone() };
-        submit(Box::new(move || teller.tell(device.run_owned(way, &start, address, host, held))));
+        // A job that can not be sent is dropped, and its teller tells.
+        let _ = jobs.send(Box::new(move || teller.tell(device.run_owned(way, &start, address, host, held))));
         Copying { shared }
     }
 

@@ -36,10 +36,8 @@ fn a_failed_copy_does_not_free_what_an_earlier_one_uses() {
             for target in &mut targets {
                 gpu.device.upload(&first, &early, target).unwrap();
             }
-            // Each is asked for; then the oldest is taken. A long copy asks those that are left for each of its other three
-            // slots, and gets new ones. Then the one that is busy is waited for.
-            let asked = if len < MIB { SLOTS } else { SLOTS + 3 * (SLOTS - 1) };
-            sim.fail_nth("cuEventQuery", asked as u64 + 1, 999);
+            // Each is asked once; then the oldest is taken, and waited for.
+            sim.fail_nth("cuEventQuery", SLOTS as u64 + 1, 999);
             if down {
                 gpu.device.download(&second, &other, &mut vec![0; len]).unwrap_err();
             } else {
