@@ -29,7 +29,7 @@ fn rounds(bytes: usize, quick: bool) -> usize {
 }
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let args = Args::read();
+    let args = Args::read(&["--sweep"], &["--only"])?;
     let first = Bench::open("x86_h200_sxm_gen5")?;
     let simulated = first.sim.is_some();
     let mut rows = Vec::new();

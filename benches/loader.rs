@@ -12,116 +12,40 @@
 //! `--dir` names the folder for the files (the system's temporary one; /dev/shm keeps them in memory); `--keep` leaves them there, for
 //! `benches/peers/safetensors_torch.py`.
 
+mod common;
+
 use std::fs;
 use std::io::{BufWriter, Write as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Instant;
 
-use transfer_tensor::cudarc::driver::{CudaContext, CudaSlice, CudaStream, sys};
-use transfer_tensor::{Checkpoint, Device, Reading};
+use common::{Args, Bench, Failure, Raw, Row, median, print};
+use transfer_tensor::cudarc::driver::{CudaSlice, CudaStream, sys};
+use transfer_tensor::{Checkpoint, Reading};
 
-type Failed = Box<dyn std::error::Error>;
-
-#[derive(serde::Serialize)]
-struct Row {
-    case: String,
-    bytes: u64,
-    ours: f64,
-    raw: f64,
-    peer: Option<f64>,
-    ratio: f64,
-    unit: &'static str,
-    clock: &'static str,
+/// Seconds that `run` took; what it made is freed after that.
+fn time<R>(bench: &Bench, run: impl FnOnce() -> Result<R, Failure>) -> Result<f64, Failure> {
+    let mut kept = None;
+    let seconds = bench.time(|| kept = Some(run()));
+    kept.transpose()?;
+    bench.stream.synchronize()?;
+    Ok(seconds)
 }
 
-struct Bench {
-    stream: Arc<CudaStream>,
-    device: Device,
-    sim: Option<cuda_sim::Device>,
-}
+/// Page-locked memory of one piece is copied as often as the bytes take.
+const PIECE: usize = 256 << 20;
 
-impl Bench {
-    fn open() -> Result<Self, Failed> {
-        let real =
-            std::env::var("TRANSFER_TENSOR_DRIVER").is_ok_and(|driver| driver == "real") || Device::open(0).is_ok();
-        let sim = if real {
-            None
-        } else {
-            cuda_sim::install()?;
-            Some(cuda_sim::device("x86_h200_sxm_gen5")?)
-        };
-        let stream = CudaContext::new(sim.as_ref().map_or(0, |sim| sim.ordinal()))?.new_stream()?;
-        let device = Device::new(&stream)?;
-        Ok(Self { stream, device, sim })
+fn copy(raw: &Raw, bytes: usize, stream: &CudaStream) -> Result<(), Failure> {
+    for start in (0..bytes).step_by(raw.bytes) {
+        let piece = raw.bytes.min(bytes - start);
+        // SAFETY: both ends are as long and stay.
+        unsafe { sys::cuMemcpyHtoDAsync_v2(raw.device, raw.host, piece, stream.cu_stream()).result()? };
     }
-
-    /// Seconds that `run` took: by the wall, or by the simulated machine's clock.
-    fn time<R>(&self, run: impl FnOnce() -> Result<R, Failed>) -> Result<f64, Failed> {
-        let Some(sim) = &self.sim else {
-            let start = Instant::now();
-            let kept = run()?;
-            let seconds = start.elapsed().as_secs_f64();
-            // Freeing is not what is measured.
-            drop(kept);
-            self.stream.synchronize()?;
-            return Ok(seconds);
-        };
-        let start = sim.clock(0).now_ns;
-        let kept = run()?;
-        let seconds = (sim.clock(0).now_ns - start) as f64 * 1e-9;
-        drop(kept);
-        Ok(seconds)
-    }
-}
-
-/// Page-locked and device memory of one piece, copied as often as the bytes take.
-struct Raw {
-    host: *mut std::ffi::c_void,
-    device: sys::CUdeviceptr,
-    piece: usize,
-}
-
-impl Raw {
-    const PIECE: u64 = 256 << 20;
-
-    fn new(bytes: u64) -> Result<Self, Failed> {
-        let piece = bytes.min(Self::PIECE) as usize;
-        let (mut host, mut device) = (std::ptr::null_mut(), 0);
-        // SAFETY: the bench's context is current; the memory is `piece` long.
-        unsafe {
-            let flags = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP;
-            sys::cuMemHostAlloc(&mut host, piece, flags).result()?;
-            sys::cuMemAlloc_v2(&mut device, piece).result()?;
-            host.cast::<u8>().write_bytes(0x5a, piece);
-        }
-        Ok(Self { host, device, piece })
-    }
-
-    fn copy(&self, bytes: u64, stream: &CudaStream) -> Result<(), Failed> {
-        let mut left = bytes as usize;
-        while left > 0 {
-            let piece = left.min(self.piece);
-            // SAFETY: both ends are as long and stay.
-            unsafe { sys::cuMemcpyHtoDAsync_v2(self.device, self.host, piece, stream.cu_stream()).result()? };
-            left -= piece;
-        }
-        Ok(stream.synchronize()?)
-    }
-}
-
-impl Drop for Raw {
-    fn drop(&mut self) {
-        // SAFETY: allocated by `new`; the bench has synchronised.
-        unsafe {
-            let _ = sys::cuMemFree_v2(self.device);
-            let _ = sys::cuMemFreeHost(self.host);
-        }
-    }
+    Ok(stream.synchronize()?)
 }
 
 /// Maps every file and copies tensor by tensor.
-fn peer(files: &[PathBuf], stream: &Arc<CudaStream>) -> Result<Vec<CudaSlice<u8>>, Failed> {
+fn peer(files: &[PathBuf], stream: &Arc<CudaStream>) -> Result<Vec<CudaSlice<u8>>, Failure> {
     let mut slices = Vec::new();
     for file in files {
         // SAFETY: the bench's own files, which nobody changes.
@@ -136,18 +60,13 @@ fn peer(files: &[PathBuf], stream: &Arc<CudaStream>) -> Result<Vec<CudaSlice<u8>
     Ok(slices)
 }
 
-fn median(mut times: Vec<f64>) -> f64 {
-    times.sort_by(f64::total_cmp);
-    times[times.len() / 2]
-}
-
-fn run(bench: &Bench, case: &str, path: &Path, rounds: usize) -> Result<Vec<Row>, Failed> {
+fn run(bench: &Bench, case: &str, path: &Path, rounds: usize) -> Result<Vec<Row>, Failure> {
     let checkpoint = Checkpoint::open(path)?;
-    let (bytes, files) = (checkpoint.bytes(), checkpoint.files().map(Path::to_owned).collect::<Vec<_>>());
+    let (bytes, files) = (checkpoint.bytes() as usize, checkpoint.files().map(Path::to_owned).collect::<Vec<_>>());
     drop(checkpoint);
-    let raw = Raw::new(bytes)?;
+    let raw = Raw::new(bytes.min(PIECE));
     let load = |reading| {
-        bench.time(|| {
+        time(bench, || {
             let tensors = Checkpoint::open(path)?.load(&bench.device, &bench.stream).reading(reading).run()?;
             bench.stream.synchronize()?;
             Ok(tensors)
@@ -158,8 +77,8 @@ fn run(bench: &Bench, case: &str, path: &Path, rounds: usize) -> Result<Vec<Row>
         let all = [
             load(Reading::Read)?,
             load(Reading::Map)?,
-            bench.time(|| raw.copy(bytes, &bench.stream))?,
-            bench.time(|| peer(&files, &bench.stream))?,
+            time(bench, || copy(&raw, bytes, &bench.stream))?,
+            time(bench, || peer(&files, &bench.stream))?,
         ];
         // The first sets up slots, threads and pools, and reads the files.
         if round > 0 {
@@ -168,22 +87,21 @@ fn run(bench: &Bench, case: &str, path: &Path, rounds: usize) -> Result<Vec<Row>
     }
     let [read, map, raw, peer] = times.map(median);
     let gbs = |seconds: f64| bytes as f64 / seconds * 1e-9;
-    let clock = if bench.sim.is_some() { "simulated" } else { "wall" };
     let row = |how: &str, ours: f64| Row {
         case: format!("{case} {how}"),
         bytes,
         ours: gbs(ours),
-        raw: gbs(raw),
+        raw: Some(gbs(raw)),
         peer: Some(gbs(peer)),
-        ratio: raw / ours,
+        ratio: Some(raw / ours),
         unit: "GB/s",
-        clock,
+        clock: bench.clock(),
     };
     Ok(vec![row("read", read), row("map", map)])
 }
 
 /// A file of tensors of these sizes in bytes, as BF16.
-fn write(path: &Path, first: usize, sizes: &[u64]) -> Result<Vec<String>, Failed> {
+fn write(path: &Path, first: usize, sizes: &[u64]) -> Result<Vec<String>, Failure> {
     let (mut header, mut offset, mut names) = (serde_json::Map::new(), 0, Vec::new());
     for (number, size) in sizes.iter().enumerate() {
         let name = format!("layers.{}.weight", first + number);
@@ -226,7 +144,7 @@ fn layers(bytes: u64) -> Vec<u64> {
 }
 
 /// Four files and their index.
-fn sharded(folder: &Path, bytes: u64) -> Result<PathBuf, Failed> {
+fn sharded(folder: &Path, bytes: u64) -> Result<PathBuf, Failure> {
     fs::create_dir_all(folder)?;
     let mut map = serde_json::Map::new();
     let mut first = 0;
@@ -242,7 +160,7 @@ fn sharded(folder: &Path, bytes: u64) -> Result<PathBuf, Failed> {
 }
 
 /// A number of bytes, or of KiB, MiB, GiB.
-fn parse_bytes(text: &str) -> Result<u64, Failed> {
+fn parse_bytes(text: &str) -> Result<u64, Failure> {
     let digits = text.trim_end_matches(|c: char| !c.is_ascii_digit());
     let factor: u64 = match text[digits.len()..].trim() {
         "" => 1,
@@ -254,27 +172,11 @@ fn parse_bytes(text: &str) -> Result<u64, Failed> {
     digits.parse::<u64>()?.checked_mul(factor).ok_or_else(|| format!("{text}: too large").into())
 }
 
-fn main() -> Result<(), Failed> {
-    let (mut quick, mut json, mut bytes, mut dir, mut model, mut keep) = (false, None, None, None, None, false);
-    let mut arguments = std::env::args().skip(1);
-    while let Some(argument) = arguments.next() {
-        let mut value = || arguments.next().ok_or(format!("{argument} needs a value"));
-        match argument.as_str() {
-            "--quick" => quick = true,
-            "--keep" => keep = true,
-            "--json" => json = Some(value()?),
-            "--bytes" => bytes = Some(parse_bytes(&value()?)?),
-            "--dir" => dir = Some(PathBuf::from(value()?)),
-            "--model" => model = Some(PathBuf::from(value()?)),
-            // Cargo's own.
-            "--bench" | "--test" => quick |= argument == "--test",
-            other => {
-                let known = "--quick, --json FILE, --bytes N, --dir DIR, --model FILE|DIR, --keep";
-                return Err(format!("unknown argument {other:?}; known: {known}").into());
-            }
-        }
-    }
-    let bench = Bench::open()?;
+fn main() -> Result<(), Failure> {
+    let args = Args::read(&["--keep"], &["--bytes", "--dir", "--model"])?;
+    let (quick, bytes) = (args.quick, args.value("--bytes").map(parse_bytes).transpose()?);
+    let (dir, model) = (args.value("--dir").map(PathBuf::from), args.value("--model").map(PathBuf::from));
+    let bench = Bench::open("x86_h200_sxm_gen5")?;
     let dir = dir.unwrap_or_else(std::env::temp_dir);
     let folder = tempfile::Builder::new().prefix("transfer-tensor-loader-").tempdir_in(&dir)?;
 
@@ -295,27 +197,18 @@ fn main() -> Result<(), Failed> {
             }
         }
     }
-    println!(
-        "{}: {}; files in {}",
-        bench.device.platform().name(),
-        if bench.sim.is_some() { "simulated clock" } else { "wall clock" },
-        folder.path().display(),
-    );
-    println!("{:>14} {:>12} {:>8} {:>8} {:>8} {:>7}", "", "bytes", "ours", "raw", "peer", "ratio");
+    bench.announce();
+    println!("files in {}", folder.path().display());
     let mut rows = Vec::new();
     for (case, path) in &cases {
         let rounds = if bench.sim.is_some() || quick { 3 } else { 7 };
         for row in run(&bench, case, path, rounds)? {
-            let Row { case, bytes, ours, raw, peer, ratio, unit, .. } = &row;
-            let peer = peer.unwrap_or(f64::NAN);
-            println!("{case:>14} {bytes:>12} {ours:>8.2} {raw:>8.2} {peer:>8.2} {ratio:>7.3} {unit}");
+            print(&row);
             rows.push(row);
         }
     }
-    if let Some(file) = json {
-        fs::write(file, serde_json::to_string_pretty(&rows)?)?;
-    }
-    if keep {
+    common::write(&args, &rows)?;
+    if args.has("--keep") {
         println!("kept: {}", folder.keep().display());
     }
     Ok(())

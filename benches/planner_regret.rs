@@ -11,11 +11,13 @@
 //! Without a GPU the simulated H200, GH200 and Spark run, and only their virtual clock is reported: wall time would measure
 //! this CPU's memcpy. With `--calibrated` the device is measured first (or its calibration read from the cache).
 
-use std::sync::Arc;
-use std::time::Instant;
+mod common;
 
+use std::ops::Deref;
+
+use common::{Args, Failure, Row, check, median, print};
 use transfer_tensor::cudarc::driver::{
-    CudaContext, CudaFunction, CudaStream, DeviceSlice as _, LaunchConfig, PushKernelArg as _, sys,
+    CudaContext, CudaFunction, CudaSlice, DeviceSlice as _, LaunchConfig, PushKernelArg as _, sys,
 };
 use transfer_tensor::cudarc::nvrtc::Ptx;
 use transfer_tensor::{
@@ -112,28 +114,20 @@ cuda_sim::kernel! {
     }
 }
 
-type Failure = Box<dyn std::error::Error>;
-
-#[derive(serde::Serialize)]
-struct Row {
-    case: String,
-    bytes: usize,
-    ours: f64,
-    raw: f64,
-    peer: Option<f64>,
-    ratio: f64,
-    unit: &'static str,
-    clock: &'static str,
-}
-
 struct Bench {
-    stream: Arc<CudaStream>,
-    device: Device,
-    sim: Option<cuda_sim::Device>,
+    common: common::Bench,
     read: CudaFunction,
     write: CudaFunction,
     /// Where a sum would go.
-    out: transfer_tensor::cudarc::driver::CudaSlice<u32>,
+    out: CudaSlice<u32>,
+}
+
+impl Deref for Bench {
+    type Target = common::Bench;
+
+    fn deref(&self) -> &common::Bench {
+        &self.common
+    }
 }
 
 impl Bench {
@@ -153,19 +147,13 @@ impl Bench {
         let module = context.load_module(Ptx::from_src(PTX))?;
         let (read, write) = (module.load_function("touch_read")?, module.load_function("touch_write")?);
         let out = stream.alloc_zeros(1)?;
-        Ok(Self { stream, device, sim, read, write, out })
+        Ok(Self { common: common::Bench { stream, device, sim }, read, write, out })
     }
 
-    /// Seconds that `run` took: by the wall, or by the simulated machine's clock.
-    fn time(&self, run: impl FnOnce() -> Result<(), Failure>) -> Result<f64, Failure> {
-        let Some(sim) = &self.sim else {
-            let start = Instant::now();
-            run()?;
-            return Ok(start.elapsed().as_secs_f64());
-        };
-        let start = sim.clock(0).now_ns;
-        run()?;
-        Ok((sim.clock(0).now_ns - start) as f64 * 1e-9)
+    fn timed(&self, run: impl FnOnce() -> Result<(), Failure>) -> Result<f64, Failure> {
+        let mut done = Ok(());
+        let seconds = self.common.time(|| done = run());
+        done.map(|()| seconds)
     }
 
     fn config(bytes: usize) -> (u64, LaunchConfig) {
@@ -204,15 +192,6 @@ impl Bench {
         }
         Ok(())
     }
-
-    fn synchronize(&self) {
-        // SAFETY: the bench's stream.
-        check(unsafe { sys::cuStreamSynchronize(self.stream.cu_stream()) });
-    }
-}
-
-fn check(code: sys::CUresult) {
-    assert_eq!(code, sys::CUresult::CUDA_SUCCESS);
 }
 
 #[derive(Clone, Copy)]
@@ -261,22 +240,22 @@ impl Way {
         match self {
             Self::Tensor { tensor, .. } if up => {
                 drop(tensor.host_mut()?); // the device's copy is stale from here on
-                bench.time(|| {
+                bench.timed(|| {
                     let guard = tensor.device(&bench.stream)?;
                     bench.read(&guard, case.touches)?;
                     drop(guard);
-                    bench.synchronize();
+                    bench.sync();
                     Ok(())
                 })
             }
-            Self::Tensor { tensor, .. } => bench.time(|| {
+            Self::Tensor { tensor, .. } => bench.timed(|| {
                 let mut guard = tensor.device_mut(&bench.stream)?;
                 bench.write(&mut guard, case.touches)?;
                 drop(guard);
                 drop(tensor.host()?);
                 Ok(())
             }),
-            Self::Raw(raw) => bench.time(|| {
+            Self::Raw(raw) => bench.timed(|| {
                 let handle = bench.stream.cu_stream();
                 if up {
                     // SAFETY: both ends are as long and stay until the wait below.
@@ -287,7 +266,7 @@ impl Way {
                     // SAFETY: as above.
                     check(unsafe { sys::cuMemcpyDtoHAsync_v2(raw.host(), raw.device, case.bytes, handle) });
                 }
-                bench.synchronize();
+                bench.sync();
                 Ok(())
             }),
         }
@@ -335,11 +314,6 @@ impl Drop for Raw {
     }
 }
 
-fn median(times: &mut [f64]) -> f64 {
-    times.sort_by(f64::total_cmp);
-    times[times.len() / 2]
-}
-
 /// What came of a case: the planned way and the best of the others, each with its seconds.
 struct Outcome {
     chosen: (String, f64),
@@ -363,7 +337,7 @@ fn run(bench: &Bench, case: Case, rounds: usize) -> Result<Outcome, Failure> {
             times.push(way.time(bench, case)?);
         }
     }
-    let mut named = ways.iter().zip(&mut times).map(|(way, times)| (way.name().to_owned(), median(times)));
+    let mut named = ways.iter().zip(times).map(|(way, times)| (way.name().to_owned(), median(times)));
     let chosen = named.next().ok_or("no way")?;
     let best = named.min_by(|a, b| a.1.total_cmp(&b.1)).ok_or("no other way")?;
     bench.device.drain(std::time::Duration::from_secs(60))?;
@@ -371,21 +345,8 @@ fn run(bench: &Bench, case: Case, rounds: usize) -> Result<Outcome, Failure> {
 }
 
 fn main() -> Result<(), Failure> {
-    let (mut quick, mut calibrated, mut json) = (false, false, None);
-    let mut arguments = std::env::args().skip(1);
-    while let Some(argument) = arguments.next() {
-        match argument.as_str() {
-            "--quick" => quick = true,
-            "--calibrated" => calibrated = true,
-            "--json" => json = Some(arguments.next().ok_or("--json needs a file")?),
-            // Cargo's own.
-            "--bench" | "--test" => quick |= argument == "--test",
-            other => {
-                return Err(format!("unknown argument {other:?}; known: --quick, --calibrated, --json FILE").into());
-            }
-        }
-    }
-    let real = std::env::var("TRANSFER_TENSOR_DRIVER").is_ok_and(|driver| driver == "real") || Device::open(0).is_ok();
+    let args = Args::read(&["--calibrated"], &[])?;
+    let (quick, calibrated, real) = (args.quick, args.has("--calibrated"), common::is_real());
     if !real {
         cuda_sim::install()?;
         cuda_sim::register_kernel("touch_read", touch_read)?;
@@ -395,12 +356,10 @@ fn main() -> Result<(), Failure> {
     let (mut rows, mut good, mut worst) = (Vec::new(), 0, (0.0, String::new()));
     for machine in machines {
         let bench = Bench::open(machine, calibrated)?;
-        let clock = if bench.sim.is_some() { "simulated" } else { "wall" };
-        println!("{}: {clock} clock", bench.device.platform().name());
+        bench.announce();
         if let Some(calibration) = bench.device.calibration() {
             println!("{calibration}");
         }
-        println!("{:<22} {:>11} {:>9} {:>9} {:>7}       planned, best other", "", "bytes", "ours", "raw", "ratio");
         for direction in [Direction::HostToDevice, Direction::DeviceToHost] {
             for (pageable, source) in [(false, "own"), (true, "pageable")] {
                 for touches in [1, 2, 8] {
@@ -424,31 +383,16 @@ fn main() -> Result<(), Failure> {
                         let prefix = machine.map_or(String::new(), |machine| format!("{machine} "));
                         let name = format!("{direction} {source} x{touches}");
                         let (ours, raw) = (chosen.1, best.1);
-                        let (gbs, us) = (|seconds: f64| bytes as f64 / seconds * 1e-9, |seconds: f64| seconds * 1e6);
-                        let (ours_shown, raw_shown, unit) =
-                            if bytes < 1 << 20 { (us(ours), us(raw), "us") } else { (gbs(ours), gbs(raw), "GB/s") };
-                        println!(
-                            "{name:<22} {bytes:>11} {ours_shown:>9.2} {raw_shown:>9.2} {:>7.3} {unit:<5} {}, {}",
-                            raw / ours,
-                            chosen.0,
-                            best.0
-                        );
+                        let row = Row::of_seconds(&bench, prefix.clone() + &name, bytes, ours, Some(raw), None);
+                        print(&row);
+                        println!("    planned {}, best other {}", chosen.0, best.0);
                         if ours <= raw * 1.05 || ours <= raw + 2e-6 {
                             good += 1;
                         }
                         if ours / raw - 1.0 > worst.0 && ours > raw + 2e-6 {
                             worst = (ours / raw - 1.0, format!("{prefix}{name}, {bytes} bytes"));
                         }
-                        rows.push(Row {
-                            case: prefix + &name,
-                            bytes,
-                            ours: ours_shown,
-                            raw: raw_shown,
-                            peer: None,
-                            ratio: raw / ours,
-                            unit,
-                            clock,
-                        });
+                        rows.push(row);
                     }
                 }
             }
@@ -458,8 +402,5 @@ fn main() -> Result<(), Failure> {
     if worst.0 > 0.0 {
         println!("farthest off: {:.1} %, {}", worst.0 * 100.0, worst.1);
     }
-    if let Some(file) = json {
-        std::fs::write(file, serde_json::to_string_pretty(&rows)?)?;
-    }
-    Ok(())
+    common::write(&args, &rows)
 }

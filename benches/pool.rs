@@ -24,7 +24,7 @@ const THREADS: usize = 8;
 const LEASE: usize = 1 << 20;
 
 fn main() -> Outcome<()> {
-    let args = Args::read();
+    let args = Args::read(&[], &[])?;
     let bench = Bench::open("x86_h200_sxm_gen5")?;
     let name = bench.device.platform().name();
     match &bench.sim {

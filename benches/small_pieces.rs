@@ -14,37 +14,27 @@
 //! only its virtual clock is reported; it does not see the CPU pack, so that is added at the speed of one thread there, not
 //! overlapped.
 
-use std::sync::Arc;
-use std::time::Instant;
+mod common;
 
-use transfer_tensor::cudarc::driver::{CudaContext, CudaSlice, CudaStream, DevicePtr, DevicePtrMut, sys};
-use transfer_tensor::{Device, Rows};
+use std::ops::Deref;
+
+use common::{Args, Failure, Row, check, median, print, write};
+use transfer_tensor::Rows;
+use transfer_tensor::cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DevicePtrMut, sys};
 
 const KIB: usize = 1 << 10;
 
-#[derive(serde::Serialize)]
-struct Row {
-    case: String,
-    bytes: usize,
-    ours: f64,
-    raw: f64,
-    peer: Option<f64>,
-    ratio: f64,
-    unit: &'static str,
-    clock: &'static str,
-}
-
-type Failure = Box<dyn std::error::Error>;
-
 struct Bench {
-    stream: Arc<CudaStream>,
-    device: Device,
-    sim: Option<cuda_sim::Device>,
+    common: common::Bench,
     rounds: usize,
 }
 
-fn check(code: sys::CUresult) {
-    assert_eq!(code, sys::CUresult::CUDA_SUCCESS);
+impl Deref for Bench {
+    type Target = common::Bench;
+
+    fn deref(&self) -> &common::Bench {
+        &self.common
+    }
 }
 
 fn address(slice: &CudaSlice<u8>, stream: &CudaStream) -> u64 {
@@ -53,41 +43,24 @@ fn address(slice: &CudaSlice<u8>, stream: &CudaStream) -> u64 {
 
 impl Bench {
     fn open(quick: bool) -> Result<Self, Failure> {
-        let real =
-            std::env::var("TRANSFER_TENSOR_DRIVER").is_ok_and(|driver| driver == "real") || Device::open(0).is_ok();
-        let sim = if real {
-            None
-        } else {
-            cuda_sim::install()?;
-            Some(cuda_sim::device("x86_h200_sxm_gen5")?)
-        };
-        let stream = CudaContext::new(sim.as_ref().map_or(0, |sim| sim.ordinal()))?.new_stream()?;
-        let device = Device::new(&stream)?;
-        let rounds = match (&sim, quick) {
+        let common = common::Bench::open("x86_h200_sxm_gen5")?;
+        let rounds = match (&common.sim, quick) {
             (Some(_), _) => 1,
             (None, true) => 7,
             (None, false) => 15,
         };
-        Ok(Self { stream, device, sim, rounds })
+        Ok(Self { common, rounds })
     }
 
     /// Seconds until `run` and what it submitted are done: by the wall, or by the simulated machine's clock. `packed` bytes pass
     /// through the CPU.
     fn time(&self, packed: usize, run: &mut dyn FnMut()) -> f64 {
-        let mut work = || {
+        let seconds = self.common.time(|| {
             run();
-            // SAFETY: the bench's stream.
-            unsafe { check(sys::cuStreamSynchronize(self.stream.cu_stream())) };
-        };
-        let Some(sim) = &self.sim else {
-            let start = Instant::now();
-            work();
-            return start.elapsed().as_secs_f64();
-        };
-        let start = sim.clock(0).now_ns;
-        work();
-        let packing = packed as f64 / sim.profile().bandwidth.cpu_memcpy;
-        ((sim.clock(0).now_ns - start) as f64 + packing) * 1e-9
+            self.sync();
+        });
+        let packing = self.sim.as_ref().map_or(0.0, |sim| packed as f64 / sim.profile().bandwidth.cpu_memcpy * 1e-9);
+        seconds + packing
     }
 
     /// Interleaved rounds; the first of each warms up.
@@ -105,14 +78,13 @@ impl Bench {
             times[1].push(self.time(0, &mut raw));
             times[2].push(self.time(0, &mut peer));
         }
-        let [ours, raw, peer] = times.map(|mut times| {
+        let [ours, raw, peer] = times.map(|mut times: Vec<f64>| {
             times.remove(0);
-            times.sort_by(f64::total_cmp);
-            times[times.len() / 2] * 1e6
+            median(times) * 1e6
         });
-        let clock = if self.sim.is_some() { "simulated" } else { "wall" };
-        let row = Row { case: case.into(), bytes, ours, raw, peer: Some(peer), ratio: raw / ours, unit: "us", clock };
-        println!("{:>18} {:>12} {:>10.0} {:>10.0} {:>10.0} {:>7.2}", case, bytes, ours, raw, peer, row.ratio);
+        let (raw, peer, ratio) = (Some(raw), Some(peer), Some(raw / ours));
+        let row = Row { case: case.into(), bytes, ours, raw, peer, ratio, unit: "us", clock: self.clock() };
+        print(&row);
         row
     }
 }
@@ -294,21 +266,10 @@ fn device_column(bench: &Bench, elements: usize) -> Result<Row, Failure> {
 }
 
 fn main() -> Result<(), Failure> {
-    let (mut quick, mut json) = (false, None);
-    let mut arguments = std::env::args().skip(1);
-    while let Some(argument) = arguments.next() {
-        match argument.as_str() {
-            "--quick" => quick = true,
-            "--json" => json = Some(arguments.next().ok_or("--json needs a file")?),
-            // Cargo's own.
-            "--bench" | "--test" => quick |= argument == "--test",
-            other => return Err(format!("unknown argument {other:?}; known: --quick, --json FILE").into()),
-        }
-    }
+    let args = Args::read(&[], &[])?;
+    let quick = args.quick;
     let bench = Bench::open(quick)?;
-    let clock = if bench.sim.is_some() { "simulated clock" } else { "wall clock" };
-    println!("{}: {clock}, microseconds", bench.device.platform().name());
-    println!("{:>18} {:>12} {:>10} {:>10} {:>10} {:>7}", "", "bytes", "ours", "raw", "peer", "ratio");
+    bench.announce();
     let less = if quick { 10 } else { 1 };
     let mut all = Vec::new();
     all.extend(pieces(&bench, "scattered", 10_000 / less, 4 * KIB, 8 * KIB)?);
@@ -323,8 +284,5 @@ fn main() -> Result<(), Failure> {
     all.extend(rows(&bench, "column", long, &values[..2 * long], &Rows::new(long, 1).host_pitch(2))?);
     all.extend(rows(&bench, "row slice", long, &values[long..2 * long], &Rows::new(1, long))?);
     all.push(device_column(&bench, long)?);
-    if let Some(file) = json {
-        std::fs::write(file, serde_json::to_string_pretty(&all)?)?;
-    }
-    Ok(())
+    write(&args, &all)
 }

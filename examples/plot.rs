@@ -1,8 +1,8 @@
 //! Turns the JSON of the benches into SVG charts.
 //!
 //! ```text
-//! cargo bench --bench transfer -- --json transfer.json
-//! cargo run --release --example plot -- transfer.json --out charts
+//! cargo bench --bench bandwidth -- --json bandwidth.json
+//! cargo run --release --example plot -- bandwidth.json --out charts
 //! ```
 //!
 //! Without files it draws a small sample, so that one sees what comes out.
@@ -43,7 +43,7 @@ struct Row {
     clock: String,
 }
 
-/// Medians of one run of the bench `transfer` on an H200 (docs/benchmarks.md).
+/// Medians of one run of pinned copies on an H200 (docs/benchmarks.md, "One transfer").
 const SAMPLE: &str = r#"[
     {"case": "h2d", "bytes": 4096, "ours": 9.74, "raw": 8.76, "peer": null, "ratio": 0.899, "unit": "us", "clock": "wall"},
     {"case": "h2d", "bytes": 65536, "ours": 10.73, "raw": 9.73, "peer": null, "ratio": 0.906, "unit": "us", "clock": "wall"},

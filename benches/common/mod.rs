@@ -8,6 +8,8 @@ use std::time::Instant;
 use transfer_tensor::cudarc::driver::{CudaContext, CudaStream, sys};
 use transfer_tensor::{Device, Tuning};
 
+pub(crate) type Failure = Box<dyn std::error::Error>;
+
 /// One measurement: ours against the raw driver call and a peer, in the same run.
 #[derive(Debug, serde::Serialize)]
 pub(crate) struct Row {
@@ -47,35 +49,53 @@ impl Row {
     }
 }
 
-/// What the command line says.
+/// What the command line says: `--quick`, `--json FILE`, and what the bench knows beside.
 pub(crate) struct Args {
     pub(crate) quick: bool,
     pub(crate) json: Option<String>,
-    pub(crate) rest: Vec<String>,
+    more: Vec<(String, Option<String>)>,
 }
 
 impl Args {
-    pub(crate) fn read() -> Args {
-        let mut args = Args { quick: false, json: None, rest: Vec::new() };
+    /// `flags` stand alone, `values` are followed by one.
+    pub(crate) fn read(flags: &[&str], values: &[&str]) -> Result<Args, Failure> {
+        let mut args = Args { quick: false, json: None, more: Vec::new() };
         let mut words = std::env::args().skip(1);
         while let Some(word) = words.next() {
+            let mut value = || words.next().ok_or(format!("{word} needs a value"));
             match word.as_str() {
                 "--quick" => args.quick = true,
-                "--json" => args.json = words.next(),
+                "--json" => args.json = Some(value()?),
+                // Cargo's own.
                 "--bench" => {}
-                _ => args.rest.push(word),
+                "--test" => args.quick = true,
+                known if flags.contains(&known) => args.more.push((word, None)),
+                known if values.contains(&known) => {
+                    let value = value()?;
+                    args.more.push((word, Some(value)));
+                }
+                _ => {
+                    let known = ["--quick", "--json FILE"].iter().chain(flags).map(|flag| (*flag).to_owned());
+                    let known: Vec<_> = known.chain(values.iter().map(|value| format!("{value} VALUE"))).collect();
+                    return Err(format!("unknown argument {word:?}; known: {}", known.join(", ")).into());
+                }
             }
         }
-        args
+        Ok(args)
     }
 
     pub(crate) fn has(&self, word: &str) -> bool {
-        self.rest.iter().any(|rest| rest == word)
+        self.more.iter().any(|(more, _)| more == word)
     }
 
     pub(crate) fn value(&self, word: &str) -> Option<&str> {
-        self.rest.iter().position(|rest| rest == word).and_then(|at| self.rest.get(at + 1)).map(String::as_str)
+        self.more.iter().find(|(more, _)| more == word).and_then(|(_, value)| value.as_deref())
     }
+}
+
+/// Whether there is a real device to measure.
+pub(crate) fn is_real() -> bool {
+    std::env::var("TRANSFER_TENSOR_DRIVER").is_ok_and(|driver| driver == "real") || Device::open(0).is_ok()
 }
 
 pub(crate) struct Bench {
@@ -86,10 +106,8 @@ pub(crate) struct Bench {
 
 impl Bench {
     /// The real device where there is one, else the simulated `profile`.
-    pub(crate) fn open(profile: &str) -> Result<Self, Box<dyn std::error::Error>> {
-        let asked = std::env::var("TRANSFER_TENSOR_DRIVER");
-        let real = asked.is_ok_and(|driver| driver == "real") || Device::open(0).is_ok();
-        let sim = if real {
+    pub(crate) fn open(profile: &str) -> Result<Self, Failure> {
+        let sim = if is_real() {
             None
         } else {
             cuda_sim::install()?;
@@ -227,7 +245,7 @@ pub(crate) fn print(row: &Row) {
 }
 
 /// Writes the rows where `--json` says.
-pub(crate) fn write(args: &Args, rows: &[Row]) -> Result<(), Box<dyn std::error::Error>> {
+pub(crate) fn write(args: &Args, rows: &[Row]) -> Result<(), Failure> {
     if let Some(path) = &args.json {
         std::fs::write(path, serde_json::to_string_pretty(rows)?)?;
     }
