@@ -9,7 +9,7 @@ use cudarc::driver::{CudaContext, CudaStream};
 use crate::calibrate::{self, Wish};
 use crate::complete::{Background, Waiter, free_later};
 use crate::driver::context::cudarc_error;
-use crate::driver::memory::Placement;
+use crate::driver::pinned::Placement;
 use crate::driver::staging::Staging;
 use crate::driver::{Context, Driver, Pending};
 use crate::error::{Error, Result};

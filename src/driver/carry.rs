@@ -1,7 +1,7 @@
 //! A device's copies from and to memory that is not page-locked: which way each goes.
 
 use super::copy;
-use super::staging::{HostSink, HostSource};
+use super::host::{HostSink, HostSource};
 use super::stream::Stream;
 use crate::copy::pieces::Part;
 use crate::copy::{Sink, Source};

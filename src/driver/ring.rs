@@ -17,6 +17,7 @@ use parking_lot::Mutex;
 
 use super::context::{Context, Way};
 use super::event::Event;
+use super::pinned::Address;
 use super::stream::Stream;
 use crate::copy::pieces::Blocks;
 use crate::error::{Error, Result};
@@ -54,7 +55,7 @@ pub(super) struct Ring {
 /// A slot and what is in it.
 struct Place {
     memory: Mutex<Option<PinnedBuffer>>,
-    host: HostAddress,
+    host: Address,
     /// The block whose parts may be worked on.
     open: AtomicUsize,
     /// How many of its parts are not done.
@@ -67,14 +68,6 @@ struct Travels {
     block: usize,
     event: Option<Arc<Event>>,
 }
-
-#[derive(Clone, Copy)]
-struct HostAddress(*mut u8);
-
-// SAFETY: only an address.
-unsafe impl Send for HostAddress {}
-// SAFETY: only an address.
-unsafe impl Sync for HostAddress {}
 
 /// What `work` returns, an error where it panics: what it has submitted is still to be waited for.
 pub(super) fn caught(work: impl FnOnce() -> Result<()>) -> Result<()> {
@@ -101,7 +94,7 @@ impl Ring {
             let open = way == Way::Up && busy.is_none();
             let parts = blocks.block(index).map_or(0, |block| blocks.parts(&block));
             Place {
-                host: HostAddress(memory.host().as_ptr()),
+                host: Address(memory.host()),
                 memory: Mutex::new(Some(memory)),
                 open: AtomicUsize::new(if open { index } else { NONE }),
                 left: AtomicUsize::new(if open { parts } else { 0 }),
@@ -170,8 +163,9 @@ impl Ring {
             let range = self.blocks.part(&block, part);
             // SAFETY: the slot holds a block, the part lies in it and is this thread's alone; nothing travels until all parts
             // are done.
-            let memory =
-                unsafe { std::slice::from_raw_parts_mut(place.host.0.add(range.start - block.start), range.len()) };
+            let memory = unsafe {
+                std::slice::from_raw_parts_mut(place.host.get().as_ptr().add(range.start - block.start), range.len())
+            };
             self.work.part(range, memory)?;
             // Who is last sees what all the others wrote.
             if place.left.fetch_sub(1, Ordering::AcqRel) == 1 {
@@ -201,7 +195,7 @@ impl Ring {
         let mut travels = place.travels.lock();
         // SAFETY: the slot is as large as any block, holds it (up) or is done with the one before (down), and nobody
         // touches it until the event has passed.
-        unsafe { self.work.submit(block, place.host.0, &self.lane)? };
+        unsafe { self.work.submit(block, place.host.get().as_ptr(), &self.lane)? };
         *travels = Travels { block: index, event: Some(Arc::new(Event::record(&self.context, &self.lane)?)) };
         Ok(())
     }

@@ -14,14 +14,13 @@ use parking_lot::{Mutex, MutexGuard};
 use super::context::{Context, Way};
 use super::copy;
 use super::event::Event;
-use super::memory::Address;
+use super::host::Lent;
 use super::ring::{Ring, Work, caught};
 use super::stream::Stream;
 use crate::copy::pieces::{Blocks, Part, meeting};
 use crate::copy::workers::Workers;
 use crate::copy::{STAGED_PIECE, Sink, Source, chunks};
 use crate::error::{Error, Result};
-use crate::os::{HUGE_PAGE, copy_past_caches};
 use crate::plan::Tuning;
 use crate::pool::{PinnedBuffer, PinnedPool};
 
@@ -33,9 +32,6 @@ const SUB_PIECE: usize = 128 << 10;
 
 /// So many slots may be on their way at the end of copies; one more copy waits for the first.
 const UNDER_WAY: usize = 16;
-
-/// Above this a result is written past the caches: it would not stay in them.
-const PAST_CACHES: usize = 1 << 20;
 
 /// The slots of a device, and what its staged copies go by.
 #[derive(Debug)]
@@ -168,7 +164,7 @@ impl Staging {
             return Ok(());
         }
         // SAFETY: the caller's.
-        unsafe { up_unpinned(parts, source, 0..bytes, stream) }
+        unsafe { up_unpinned(parts, source, bytes, stream) }
     }
 
     /// A copy by this thread through one slot.
@@ -229,7 +225,7 @@ impl Staging {
             return Ok(());
         }
         // SAFETY: the caller's.
-        unsafe { down_unpinned(sink, source, 0..bytes, stream) }
+        unsafe { down_unpinned(sink, source, bytes, stream) }
     }
 
     unsafe fn down_once(
@@ -380,132 +376,24 @@ unsafe fn submit_up(parts: &[Part], piece: &Range<usize>, staged: *const u8, lan
 }
 
 /// Without page-locked memory: the driver's own way, from a buffer, piece by piece.
-unsafe fn up_unpinned(parts: &[Part], source: &dyn Source, rest: Range<usize>, stream: &Stream) -> Result<()> {
-    let mut buffer = vec![0u8; STAGED_PIECE.min(rest.len())];
-    let mut from = rest.start;
-    while from < rest.end {
-        let piece = from..rest.end.min(from + buffer.len());
+unsafe fn up_unpinned(parts: &[Part], source: &dyn Source, bytes: usize, stream: &Stream) -> Result<()> {
+    let mut buffer = vec![0u8; STAGED_PIECE.min(bytes)];
+    chunks(bytes, STAGED_PIECE).try_for_each(|(_, piece)| {
         source.fill(piece.start, buffer.get_mut(..piece.len()).unwrap_or_default())?;
         // SAFETY: the caller's; the wait ends the copies before the buffer is used again.
         let submitted = unsafe { submit_up(parts, &piece, buffer.as_ptr(), stream) };
-        stream.synchronize().and(submitted)?;
-        from = piece.end;
-    }
-    Ok(())
+        stream.synchronize().and(submitted)
+    })
 }
 
 /// As [`up_unpinned`].
-unsafe fn down_unpinned(sink: &dyn Sink, source: u64, rest: Range<usize>, stream: &Stream) -> Result<()> {
-    let mut buffer = vec![0u8; STAGED_PIECE.min(rest.len())];
-    let mut from = rest.start;
-    while from < rest.end {
-        let piece = from..rest.end.min(from + buffer.len());
+unsafe fn down_unpinned(sink: &dyn Sink, source: u64, bytes: usize, stream: &Stream) -> Result<()> {
+    let mut buffer = vec![0u8; STAGED_PIECE.min(bytes)];
+    chunks(bytes, STAGED_PIECE).try_for_each(|(_, piece)| {
+        let from = source + piece.start as u64;
         // SAFETY: the caller's; the wait ends the copy before the buffer is looked at.
-        let submitted = unsafe { copy::device_to_host(buffer.as_mut_ptr(), source + from as u64, piece.len(), stream) };
+        let submitted = unsafe { copy::device_to_host(buffer.as_mut_ptr(), from, piece.len(), stream) };
         stream.synchronize().and(submitted)?;
-        sink.take(piece.start, buffer.get(..piece.len()).unwrap_or_default())?;
-        from = piece.end;
-    }
-    Ok(())
-}
-
-/// Ordinary host memory that is read.
-pub(crate) struct HostSource(Address);
-
-impl HostSource {
-    /// # Safety
-    /// `start` is readable for the whole copy, from any thread.
-    pub(crate) unsafe fn new(start: *const u8) -> Option<Self> {
-        std::ptr::NonNull::new(start.cast_mut()).map(|start| Self(Address(start)))
-    }
-}
-
-impl Source for HostSource {
-    fn fill(&self, offset: usize, into: &mut [u8]) -> Result<()> {
-        // SAFETY: by the word given to `new`; the engine asks for nothing beyond the copy's length.
-        unsafe { std::ptr::copy_nonoverlapping(self.0.get().as_ptr().add(offset), into.as_mut_ptr(), into.len()) };
-        Ok(())
-    }
-}
-
-/// Ordinary host memory that is written.
-pub(crate) struct HostSink {
-    start: Address,
-    past_caches: bool,
-}
-
-impl HostSink {
-    /// # Safety
-    /// `start` is writable for `bytes` bytes, and nobody looks there, until the copy returns.
-    pub(crate) unsafe fn new(start: *mut u8, bytes: usize) -> Option<Self> {
-        let start = Address(std::ptr::NonNull::new(start)?);
-        Some(Self { start, past_caches: bytes >= PAST_CACHES })
-    }
-
-    /// The bytes before the first huge page's boundary: two threads should not make one page.
-    pub(crate) fn phase(&self) -> usize {
-        self.start.get().as_ptr().align_offset(HUGE_PAGE)
-    }
-}
-
-impl Sink for HostSink {
-    fn take(&self, offset: usize, from: &[u8]) -> Result<()> {
-        // SAFETY: by the word given to `new`; the engine gives nothing beyond the copy's length.
-        unsafe {
-            let target = self.start.get().as_ptr().add(offset);
-            if self.past_caches {
-                copy_past_caches(from.as_ptr(), target, from.len());
-            } else {
-                std::ptr::copy_nonoverlapping(from.as_ptr(), target, from.len());
-            }
-        }
-        Ok(())
-    }
-}
-
-/// A reference that threads of a job use, which ends before the reference does.
-struct Lent<T: ?Sized>(*const T);
-
-// SAFETY: used as a shared reference to a `Sync` value.
-unsafe impl<T: ?Sized + Sync> Send for Lent<T> {}
-// SAFETY: as above.
-unsafe impl<T: ?Sized + Sync> Sync for Lent<T> {}
-
-impl<T: ?Sized> Clone for Lent<T> {
-    fn clone(&self) -> Self {
-        *self
-    }
-}
-
-impl<T: ?Sized> Copy for Lent<T> {}
-
-impl<T: ?Sized> Lent<T> {
-    /// # Safety
-    /// Nobody calls `get` once the reference is over.
-    unsafe fn new(value: &T) -> Self {
-        Self(value)
-    }
-
-    fn get(&self) -> &T {
-        // SAFETY: the word given when it was made.
-        unsafe { &*self.0 }
-    }
-}
-
-impl Lent<dyn Source> {
-    /// # Safety
-    /// As [`new`](Lent::new).
-    unsafe fn source(value: &dyn Source) -> Self {
-        // SAFETY: only the lifetime in the type changes; the caller's word keeps to it.
-        Self(unsafe { std::mem::transmute::<*const (dyn Source + '_), *const dyn Source>(value) })
-    }
-}
-
-impl Lent<dyn Sink> {
-    /// # Safety
-    /// As [`new`](Lent::new).
-    unsafe fn sink(value: &dyn Sink) -> Self {
-        // SAFETY: as for a source.
-        Self(unsafe { std::mem::transmute::<*const (dyn Sink + '_), *const dyn Sink>(value) })
-    }
+        sink.take(piece.start, buffer.get(..piece.len()).unwrap_or_default())
+    })
 }

@@ -16,7 +16,7 @@ use self::classes::capacity;
 pub use self::shelf::WhenFull;
 use self::shelf::{Block, Shelf, Taken};
 use crate::complete::{Waiter, free_later};
-use crate::driver::memory::{Pinned, Placement};
+use crate::driver::pinned::{Pinned, Placement};
 use crate::driver::{Context, Driver};
 use crate::error::{Error, Kind, Result};
 
