@@ -269,29 +269,6 @@ mod tests {
     }
 
     #[test]
-    fn who_gets_nothing_leaves_no_more_than_the_budget() {
-        let shelf: Shelf<usize> = Shelf::new(8192);
-        let granted = |taken| matches!(taken, Some(Taken::Grant(_)));
-        assert!(granted(shelf.take(4096, WhenFull::Refuse)) && granted(shelf.take(4096, WhenFull::Refuse)));
-        shelf.put(4096);
-        std::thread::scope(|scope| {
-            let other = scope.spawn(|| {
-                for _ in 0..20_000 {
-                    // One half is lent: this takes the other out and puts it back.
-                    assert!(shelf.take(8192, WhenFull::Refuse).is_none());
-                }
-            });
-            while !other.is_finished() {
-                if shelf.take(4096, WhenFull::Refuse).is_some() {
-                    shelf.put(4096);
-                }
-                assert!(shelf.reserved() <= 8192, "{}", shelf.reserved());
-            }
-        });
-        assert_eq!((shelf.reserved(), shelf.idle()), (8192, 4096));
-    }
-
-    #[test]
     fn a_wait_ends() {
         let shelf: Shelf<usize> = Shelf::new(1 << 20);
         assert!(matches!(shelf.take(1 << 20, WhenFull::Refuse), Some(Taken::Grant(_))));
