@@ -43,7 +43,9 @@ struct Inner {
     stream: Arc<CudaStream>,
     platform: Platform,
     memory: MemoryFigures,
-    tuning: Tuning,
+    /// What the caller said, which nothing that is measured replaces.
+    forced: Option<Tuning>,
+    built_in: Tuning,
     calibration: calibrate::State,
     waiter: Arc<Waiter>,
     background: Background,
@@ -89,7 +91,7 @@ impl DeviceBuilder<'_> {
         self
     }
 
-    /// What staged copies go by; if not said, built-in values.
+    /// What staged copies go by; if not said, built-in values, or what [`Device::calibrate`] measures.
     pub fn tuning(mut self, tuning: Tuning) -> Self {
         self.tuning = Some(tuning);
         self
@@ -113,7 +115,6 @@ impl DeviceBuilder<'_> {
         let placement = placement(&platform);
         let one_memory = matches!(platform.model(), MemoryModel::Unified | MemoryModel::UnifiedMapped);
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let tuning = self.tuning.unwrap_or_else(|| Tuning::built_in(cores));
         let pool = PinnedPool::new(&context, &waiter, placement, memory.host_available, one_memory, self.pool)?;
         let staging = Staging::new(&context, &pool);
         let mut device = Device(Arc::new(Inner {
@@ -122,7 +123,8 @@ impl DeviceBuilder<'_> {
             stream: self.stream.clone(),
             platform,
             memory,
-            tuning,
+            forced: self.tuning,
+            built_in: Tuning::built_in(cores),
             calibration: calibrate::State::new(self.detector.cache()),
             waiter,
             background: Background::default(),
@@ -230,7 +232,7 @@ impl Device {
 
     /// What the copy engine is set to for this device.
     pub fn tuning(&self) -> Tuning {
-        self.0.calibration.tuning().unwrap_or(self.0.tuning)
+        self.0.forced.or_else(|| self.0.calibration.tuning()).unwrap_or(self.0.built_in)
     }
 
     /// The caller's stream that this handle was made with.

@@ -1,6 +1,6 @@
 //! Measuring a device, so that plans and copies fit the machine at hand instead of its kind.
 //!
-//! [`Device::calibrate`] copies for less than half a second, works out figures ([`evaluate`](self::evaluate), pure) and keeps
+//! [`Device::calibrate`] copies for a while (nothing new begins after 420 ms), works out figures ([`evaluate`](self::evaluate), pure) and keeps
 //! them on disk. No kernel runs: how fast the GPU reads memory in place is not measured.
 #![deny(unsafe_code)]
 
@@ -245,7 +245,7 @@ impl Device {
     /// then on all plans and copies of this device, whichever handle they are made through, use it. A device is calibrated once:
     /// further calls return the same.
     ///
-    /// Measuring takes less than half a second and blocks. It copies on streams of its own, with up to 320 MiB of host memory
+    /// Measuring blocks; it is to take no more than half a second, and begins nothing new after 420 ms. It copies on streams of its own, with up to 320 MiB of host memory
     /// (64 of them page-locked) and 256 MiB of device memory, which it frees; freeing may wait for all work of the context.
     /// Work that runs meanwhile, here or in another process, makes the figures worse: calibrate at the start.
     ///

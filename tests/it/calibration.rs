@@ -106,6 +106,23 @@ fn it_finds_what_the_link_carries() {
 }
 
 #[test]
+fn what_the_caller_said_is_not_measured_away() {
+    let folder = folder();
+    let Some(gpu) = small(folder.path()) else { return };
+    let mut said = gpu.device.tuning();
+    said.chunk = 123 << 10;
+    let device = Device::builder(&gpu.stream)
+        .detector(Detector::new().fs_root(gpu.sim.as_ref().unwrap().host_root()).cache_folder(folder.path()))
+        .tuning(said)
+        .build()
+        .unwrap();
+    assert_ne!(device.calibrate().unwrap().tuning, said);
+    assert_eq!(device.tuning(), said);
+    drop(device);
+    gpu.finish();
+}
+
+#[test]
 fn plans_and_reports_use_it_from_then_on() {
     let folder = folder();
     let gpu = gpu(H200, folder.path());
