@@ -14,13 +14,17 @@ mod dtypes;
 mod errors;
 mod existing;
 mod failing_calls;
+mod given_away;
 mod lacking;
+mod lent;
 #[cfg(feature = "safetensors")]
 mod load;
 mod machines;
 mod ordering;
 mod pool;
+mod pool_waits;
 mod registration;
+mod rows;
 mod shapes;
 mod slices;
 mod soundness;
