@@ -1,7 +1,7 @@
 //! Threads that help with copies of ordinary memory: one set for the process, started as they are first needed, named, asleep
 //! when there is nothing to do.
 //!
-//! One thread does not copy as fast as a PCIe link carries (docs/benchmarks.md). Who copies wakes those that sleep, and
+//! One thread does not copy as fast as a PCIe link carries. Who copies wakes those that sleep, and
 //! works himself. A helper sits down only while callers and helpers are fewer than the CPUs this process may use.
 #![deny(unsafe_code)]
 
