@@ -159,7 +159,7 @@ impl Layout {
 
 /// In how many copies a long block is staged.
 pub(crate) fn staged(bytes: usize, tuning: &Tuning) -> u64 {
-    let blocks = Blocks::new(bytes, tuning, STAGED_PIECE);
+    let blocks = Blocks::new(bytes, tuning, tuning.threads, STAGED_PIECE);
     (0..).take_while(|&index| blocks.block(index).is_some()).count() as u64
 }
 

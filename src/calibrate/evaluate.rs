@@ -133,6 +133,7 @@ pub(crate) fn evaluate(samples: &Samples, ceiling: &Ceiling, built_in: Tuning) -
     let tuning = Tuning {
         chunk: best.map_or(built_in.chunk, |staged| staged.chunk.clamp(*CHUNKS.start(), *CHUNKS.end())),
         threads: best.map_or(built_in.threads, |staged| staged.threads.clamp(*THREADS.start(), *THREADS.end())),
+        busy_threads: built_in.busy_threads,
         crossover_up: crossover(&samples.contest_up).unwrap_or(built_in.crossover_up),
         crossover_down: crossover(&samples.contest_down).unwrap_or(built_in.crossover_down),
     };

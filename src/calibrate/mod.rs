@@ -141,7 +141,7 @@ impl Calibration {
             && times.iter().flatten().all(within(60.0))
             && self.memcpy.iter().all(|scaling| within(evaluate::FASTEST_MEMCPY)(&scaling.gbs) && scaling.threads > 0)
             && evaluate::CHUNKS.contains(&self.tuning.chunk)
-            && evaluate::THREADS.contains(&self.tuning.threads)
+            && [self.tuning.threads, self.tuning.busy_threads].iter().all(|threads| evaluate::THREADS.contains(threads))
             && self.memcpy.len() <= 64
             && self.notes.len() <= 256
     }
@@ -173,7 +173,7 @@ impl fmt::Display for Calibration {
                 write!(f, " {:.1} GB/s by {}", scaling.gbs, scaling.threads)?;
             }
         }
-        let Tuning { chunk, threads, crossover_up, crossover_down } = self.tuning;
+        let Tuning { chunk, threads, crossover_up, crossover_down, .. } = self.tuning;
         write!(f, "; staged by {threads} in pieces of {} KiB, from ", chunk >> 10)?;
         let size = |bytes: usize| match bytes {
             usize::MAX => "no size".to_owned(),

@@ -29,7 +29,7 @@ const LINK: std::ops::RangeInclusive<usize> = 256 * KIB..=32 * MIB;
 const LINK_TIME: f64 = 1e-3;
 
 /// Pieces that staging is tried with, in bytes. It has slots for no larger ones.
-const PIECES: [usize; 3] = [2 * MIB, MIB, STAGED_PIECE];
+const PIECES: [usize; 3] = [2 * MIB, 4 * MIB, STAGED_PIECE];
 
 /// Copies that the driver's way and ours are compared at.
 const CONTESTS: [usize; 9] = [32 * KIB, 64 * KIB, 128 * KIB, 256 * KIB, 512 * KIB, MIB, 2 * MIB, 4 * MIB, 8 * MIB];

@@ -7,13 +7,16 @@ use crate::os::HUGE_PAGE;
 use crate::plan::Tuning;
 
 /// A thread that is woken for less costs more than it brings.
-const WORTH_A_THREAD: usize = 3 << 20;
+const WORTH_A_THREAD: usize = 1 << 20;
 
-/// What one thread does at a time of a block.
+/// What one thread does at a time of a block, at most.
 const PART: usize = 512 << 10;
 
-/// The first block is small, so that the link has something to do soon.
+/// The first block of a copy, at most, so that the link has something to do soon.
 const FIRST: usize = 1 << 20;
+
+/// The smallest block, except that the first two are smaller: below, the link does little else than begin.
+const SMALLEST: usize = 256 << 10;
 
 /// How a copy is cut: into blocks, each of which travels as one, and these into parts, which threads fill or empty side by
 /// side. So the link gets pieces that are worth its while, the driver few calls, and a block is ready soon.
@@ -29,21 +32,38 @@ pub(crate) struct Blocks {
 }
 
 impl Blocks {
-    /// No block is larger than `largest`.
-    pub(crate) fn new(bytes: usize, tuning: &Tuning, largest: usize) -> Self {
-        let block = tuning.chunk.min(largest).max(1);
-        let threads = (1 + bytes / WORTH_A_THREAD).min(tuning.threads.max(1));
-        Self { bytes, first: FIRST.min(block), second: (2 * FIRST).min(block), block, part: PART.min(block), threads }
+    /// Up to `threads` threads; no block is larger than `largest`. A block is about a fourth of a small copy: little is left to
+    /// travel when the last one is filled.
+    pub(crate) fn new(bytes: usize, tuning: &Tuning, threads: usize, largest: usize) -> Self {
+        let most = tuning.chunk.min(largest).max(1);
+        let block = most.min((bytes / 4).max(SMALLEST).checked_next_power_of_two().unwrap_or(most));
+        let part = (block / 8).clamp(1, PART);
+        let first = (block / 4).max(part).min(FIRST);
+        let threads = Self::worth(bytes).min(threads.max(1));
+        Self { bytes, first, second: (2 * first).min(block), block, part, threads }
     }
 
-    /// Parts are huge pages, of which the first begins `phase` bytes in: no two threads make the same page.
-    pub(crate) fn by_huge_pages(mut self, phase: usize) -> Self {
-        if self.block >= HUGE_PAGE {
-            let phase = phase % HUGE_PAGE;
-            (self.first, self.second) = (if phase > 0 { phase } else { HUGE_PAGE }, HUGE_PAGE);
-            (self.block, self.part) = (self.block / HUGE_PAGE * HUGE_PAGE, HUGE_PAGE);
+    /// As [`new`](Self::new), for memory whose pages are made by the copy: parts are huge pages, of which the first begins
+    /// `phase` bytes in, so that no two threads make the same one.
+    pub(crate) fn of_huge_pages(bytes: usize, tuning: &Tuning, threads: usize, largest: usize, phase: usize) -> Self {
+        let block = tuning.chunk.min(largest) / HUGE_PAGE * HUGE_PAGE;
+        if block == 0 {
+            return Self::new(bytes, tuning, threads, largest);
         }
-        self
+        let phase = phase % HUGE_PAGE;
+        let first = if phase > 0 { phase } else { HUGE_PAGE };
+        Self {
+            bytes,
+            first,
+            second: HUGE_PAGE,
+            block,
+            part: HUGE_PAGE,
+            threads: Self::worth(bytes).min(threads.max(1)),
+        }
+    }
+
+    fn worth(bytes: usize) -> usize {
+        1 + bytes / WORTH_A_THREAD
     }
 
     /// How many blocks should be under way: those that the threads are at, two that travel, two between.
@@ -123,10 +143,11 @@ mod tests {
         ) {
             let least = 1 + bytes / 200;
             let (chunk, largest) = (chunk.max(least), largest.max(least));
-            let mut blocks = Blocks::new(bytes, &tuning(threads, chunk), largest);
-            if huge {
-                blocks = blocks.by_huge_pages(phase);
-            }
+            let tuning = tuning(threads, chunk);
+            let blocks = match huge {
+                true => Blocks::of_huge_pages(bytes, &tuning, threads, largest, phase),
+                false => Blocks::new(bytes, &tuning, threads, largest),
+            };
             let (mut end, mut index) = (0, 0);
             while let Some(block) = blocks.block(index) {
                 prop_assert!(block.start == end && block.len() <= largest);
@@ -172,7 +193,7 @@ mod tests {
 
     #[test]
     fn the_largest_sizes_do_not_overflow() {
-        let blocks = Blocks::new(usize::MAX, &tuning(4, 4 << 20), 4 << 20);
+        let blocks = Blocks::new(usize::MAX, &tuning(4, 4 << 20), 4, 4 << 20);
         assert_eq!(blocks.block(usize::MAX), None);
         let last = (usize::MAX - (3 << 20)) / (4 << 20) + 2;
         assert_eq!(blocks.block(last).map(|block| block.end), Some(usize::MAX));

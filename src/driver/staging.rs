@@ -159,7 +159,8 @@ impl Staging {
         }
         // SAFETY: `share` returns when no thread is in the copy any more.
         let work = unsafe { Up { parts: Lent::new(parts), source: Lent::source(source) } };
-        let blocks = Blocks::new(bytes, tuning, STAGED_PIECE);
+        let threads = if source.is_slow() { tuning.busy_threads } else { tuning.threads };
+        let blocks = Blocks::new(bytes, tuning, threads, STAGED_PIECE);
         if self.share(blocks, Way::Up, stream, bytes <= AWAKE, Box::new(work))? {
             return Ok(());
         }
@@ -217,10 +218,10 @@ impl Staging {
         }
         // SAFETY: `share` returns when no thread is in the copy any more.
         let work = unsafe { Down { sink: Lent::sink(sink), source } };
-        let mut blocks = Blocks::new(bytes, tuning, STAGED_PIECE);
-        if let Some(phase) = fresh {
-            blocks = blocks.by_huge_pages(phase);
-        }
+        let blocks = match fresh {
+            Some(phase) => Blocks::of_huge_pages(bytes, tuning, tuning.busy_threads, STAGED_PIECE, phase),
+            None => Blocks::new(bytes, tuning, tuning.threads, STAGED_PIECE),
+        };
         if self.share(blocks, Way::Down, stream, bytes <= AWAKE, Box::new(work))? {
             return Ok(());
         }

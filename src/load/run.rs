@@ -16,8 +16,8 @@ use crate::plan::{Backing, Decision, HostMemory, Request, Strategy};
 use crate::tensor::{DynTensor, Landing};
 
 /// Bytes that are allocated and then copied at once. The device memory of the next is allocated while the last slots of
-/// one are still on their way.
-const BATCH: usize = 256 << 20;
+/// one are still on their way; each begins with one thread and ends with a wait.
+const BATCH: usize = 1 << 30;
 
 /// Reads of memory that both sides use, where nothing is staged.
 const PIECE: usize = 4 << 20;

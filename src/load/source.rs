@@ -62,7 +62,7 @@ impl<'a, 'c> Run<'a, 'c> {
         let Some(map) = &extent.map else { return extent.file.read_at(offset, into) };
         let range = offset as usize..offset as usize + into.len();
         let from = (**map).as_ref().get(range.clone()).ok_or_else(|| outside(&range, map))?;
-        map.populate(&range);
+        // Pages come at faults, 16 at a time: asking for them beforehand is slower with several threads.
         into.copy_from_slice(from);
         map.drop_behind(&range);
         Ok(())
@@ -92,6 +92,10 @@ impl Source for Run<'_, '_> {
             return Err(Error::new(Kind::Range { start: offset, end, len: self.bytes(), unit: "bytes of the run" }));
         }
         self.meter.add(into.len() as u64, self.name(end))
+    }
+
+    fn is_slow(&self) -> bool {
+        true
     }
 }
 
