@@ -6,14 +6,14 @@
 //! ```
 
 #[cfg(not(all(test, transfer_tensor_loom)))]
-pub(crate) use parking_lot::{Condvar, Mutex};
+pub(crate) use parking_lot::{Condvar, Mutex, MutexGuard};
 #[cfg(not(all(test, transfer_tensor_loom)))]
 pub(crate) use std::sync::atomic::{AtomicU64, Ordering, fence};
 
 #[cfg(all(test, transfer_tensor_loom))]
 pub(crate) use loom::sync::atomic::{AtomicU64, Ordering, fence};
 #[cfg(all(test, transfer_tensor_loom))]
-pub(crate) use with_loom::{Condvar, Mutex};
+pub(crate) use with_loom::{Condvar, Mutex, MutexGuard};
 
 #[cfg(all(test, transfer_tensor_loom))]
 mod with_loom {

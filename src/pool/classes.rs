@@ -5,13 +5,12 @@
 //! classes: a power of two for 20.4 GiB is 32.
 #![deny(unsafe_code)]
 
+use std::ops::RangeInclusive;
+
 const PAGE: usize = 4 << 10;
 const FINE: usize = 1 << 20;
 const EXACT: usize = 1 << 30;
 const HUGE_PAGE: usize = 2 << 20;
-
-/// The number of classes.
-pub(crate) const CLASSES: usize = 8 + 8 * 10 + 1;
 
 /// The bytes of a block for `bytes` bytes; `None` beyond any address space.
 pub(crate) fn capacity(bytes: usize) -> Option<usize> {
@@ -26,17 +25,11 @@ pub(crate) fn capacity(bytes: usize) -> Option<usize> {
     Some(bytes.next_multiple_of(step))
 }
 
-/// The class of a block with `capacity` bytes; `None` where there are none.
-pub(crate) fn class(capacity: usize) -> Option<usize> {
-    if capacity <= FINE {
-        return Some((capacity / PAGE).max(1).ilog2() as usize);
-    }
-    if capacity > EXACT {
-        return None;
-    }
-    let exponent = (capacity - 1).ilog2() as usize;
-    let eighths = (capacity - (1 << exponent)) >> (exponent - 3);
-    Some(8 + (exponent - 20) * 8 + eighths)
+/// The sizes of blocks that serve a request whose own block would have `capacity` bytes.
+pub(crate) fn fitting(capacity: usize) -> RangeInclusive<usize> {
+    // Without classes hardly two are the same: one that is at most an eighth larger.
+    let most = if capacity <= EXACT { capacity } else { capacity.saturating_add(capacity / 8) };
+    capacity..=most
 }
 
 #[cfg(test)]
@@ -62,13 +55,12 @@ mod tests {
             prop_assert_eq!(super::capacity(capacity), Some(capacity));
         }
 
+        /// Also one for a smaller request, as long as that wastes little.
         #[test]
-        fn one_class_is_one_size(a in 1usize..(1 << 30), b in 1usize..(1 << 30)) {
+        fn a_block_that_fits_holds_the_request_and_wastes_little(a in 1usize..(4 << 30), b in 1usize..(4 << 30)) {
             let (a, b) = (capacity(a).unwrap(), capacity(b).unwrap());
-            let classes = (class(a), class(b));
-            prop_assert!(classes.0.is_some_and(|class| class < CLASSES));
-            prop_assert_eq!(a == b, classes.0 == classes.1);
-            prop_assert_eq!(a < b, classes.0 < classes.1);
+            prop_assert!(fitting(a).contains(&a));
+            prop_assert_eq!(fitting(a).contains(&b), a == b || (a > EXACT && a < b && b - a <= a / 8));
         }
     }
 
@@ -80,7 +72,7 @@ mod tests {
         assert_eq!(capacity((150 << 20) + 1), Some(160 << 20));
         assert_eq!(capacity(EXACT), Some(EXACT));
         assert_eq!(capacity(usize::MAX), None);
-        assert_eq!(class(EXACT), Some(CLASSES - 1));
-        assert_eq!(class(EXACT + HUGE_PAGE), None);
+        assert_eq!(fitting(EXACT), EXACT..=EXACT);
+        assert_eq!(fitting(2 * EXACT), 2 * EXACT..=2 * EXACT + EXACT / 4);
     }
 }

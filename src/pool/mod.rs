@@ -3,18 +3,20 @@
 //! Getting such memory from the driver takes long, and giving it back waits for the whole device with the driver locked. So what is given back here is kept, by size, and the driver is only asked while a program warms up.
 
 mod classes;
+mod shard;
 mod shelf;
 
 use std::fmt;
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use self::classes::capacity;
+use self::shard::Block;
 pub use self::shelf::WhenFull;
-use self::shelf::{Block, Shelf, Taken};
+use self::shelf::{SHARDS, Shelf, Taken};
 use crate::complete::{Waiter, free_later};
 use crate::driver::pinned::{Pinned, Placement};
 use crate::driver::{Context, Driver};
@@ -91,10 +93,17 @@ impl PoolOptions {
 ///
 /// Blocks are at most an eighth larger than what was asked for (above 1 MiB), never write-combined (the CPU reads such
 /// memory at a tenth of the speed), and near the device where the machine has several NUMA nodes.
-#[derive(Debug, Clone)]
-pub struct PinnedPool(Arc<Inner>);
+#[derive(Clone)]
+pub struct PinnedPool(Arc<[Arc<Lender>; SHARDS]>);
 
-#[derive(Debug)]
+/// What a buffer keeps of its pool: the handle for one of the shards. The buffers of two threads count their references in
+/// different cache lines.
+#[repr(align(128))]
+struct Lender {
+    pool: Arc<Inner>,
+    shard: usize,
+}
+
 struct Inner {
     shelf: Shelf<Pinned>,
     context: Arc<Context>,
@@ -111,18 +120,11 @@ struct Inner {
 /// Gives blocks back; whether there may be more later.
 struct Reclaim(Box<dyn Fn() -> bool + Send + Sync>);
 
-impl fmt::Debug for Reclaim {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Reclaim")
-    }
-}
-
 /// How often who waits for room asks for what others keep.
 const RECLAIM: Duration = Duration::from_millis(2);
 
-#[derive(Debug, Default)]
+#[derive(Default)]
 struct Counts {
-    acquired: AtomicU64,
     made: AtomicU64,
     freed: AtomicU64,
     refused: AtomicU64,
@@ -170,7 +172,7 @@ impl PinnedPool {
     ) -> Result<Self> {
         let share = if one_memory { 32 } else { 8 };
         let budget = options.budget.unwrap_or_else(|| host_available.map_or(u64::MAX, |bytes| bytes / 2));
-        let pool = Self(Arc::new(Inner {
+        let inner = Arc::new(Inner {
             shelf: Shelf::new(budget),
             context: context.clone(),
             waiter: waiter.clone(),
@@ -180,7 +182,8 @@ impl PinnedPool {
             strict: options.strict,
             counts: Counts::default(),
             reclaim: OnceLock::new(),
-        }));
+        });
+        let pool = Self(Arc::new(std::array::from_fn(|shard| Arc::new(Lender { pool: inner.clone(), shard }))));
         if options.strict {
             options.reserve.iter().try_for_each(|&(bytes, count)| pool.reserve(bytes, count).map(drop))?;
         } else if !options.reserve.is_empty() {
@@ -200,7 +203,7 @@ impl PinnedPool {
     /// # Errors
     /// There is no room within the budget, or the driver refuses more.
     pub fn acquire(&self, bytes: usize) -> Result<PinnedBuffer> {
-        self.acquire_or(bytes, self.0.when_full)
+        self.acquire_or(bytes, self.inner().when_full)
     }
 
     /// As [`acquire`](Self::acquire); an error at once when there is no room.
@@ -217,97 +220,31 @@ impl PinnedPool {
     /// As [`acquire`](Self::acquire).
     pub fn acquire_or(&self, bytes: usize, when_full: WhenFull) -> Result<PinnedBuffer> {
         Driver::get()?;
+        let lender = self.lender().clone();
         if bytes == 0 {
-            return Ok(PinnedBuffer { block: None, len: 0, pool: self.clone() });
+            return Ok(PinnedBuffer { block: None, len: 0, lender });
         }
-        let block = self.take(bytes, when_full).inspect_err(|_| {
-            self.0.counts.refused.fetch_add(1, Ordering::Relaxed);
+        let block = lender.take(bytes, when_full).inspect_err(|_| {
+            lender.pool.counts.refused.fetch_add(1, Ordering::Relaxed);
         })?;
-        self.0.counts.acquired.fetch_add(1, Ordering::Relaxed);
-        Ok(PinnedBuffer { block: Some(block), len: bytes, pool: self.clone() })
+        Ok(PinnedBuffer { block: Some(block), len: bytes, lender })
     }
 
-    fn take(&self, bytes: usize, when_full: WhenFull) -> Result<Pinned> {
-        let capacity = capacity(bytes).ok_or_else(|| Error::overflow(format!("{bytes} bytes of pinned memory")))?;
-        match self.take_or_reclaim(capacity, when_full) {
-            Some(Taken::Block(block)) => Ok(block),
-            Some(Taken::Grant(evicted)) => {
-                self.free(evicted);
-                self.make(capacity).map_err(|error| error.of_request(bytes as u64))
-            }
-            None => {
-                let (shelf, idle) = (&self.0.shelf, self.0.shelf.idle());
-                let lent = shelf.reserved().saturating_sub(idle);
-                let why = format!("the pool's budget is {} bytes, of which {lent} are lent", shelf.budget());
-                Err(Error::new(Kind::OutOfMemory { what: "pinned host memory", bytes: bytes as u64, why }))
-            }
-        }
+    fn inner(&self) -> &Arc<Inner> {
+        &self.0[0].pool
+    }
+
+    /// The one of this thread, which it shares with as few others as can be.
+    fn lender(&self) -> &Arc<Lender> {
+        static THREADS: AtomicUsize = AtomicUsize::new(0);
+        thread_local!(static THREAD: usize = THREADS.fetch_add(1, Ordering::Relaxed));
+        &self.0[THREAD.try_with(|&thread| thread).unwrap_or(0) % SHARDS]
     }
 
     /// Who holds blocks that he could do without gives them back by `reclaim` when others want room: what it returns says
     /// whether he may do so again. Called without a lock of the pool's.
     pub(crate) fn on_shortage(&self, reclaim: impl Fn() -> bool + Send + Sync + 'static) {
-        let _ = self.0.reclaim.set(Reclaim(Box::new(reclaim)));
-    }
-
-    fn take_or_reclaim(&self, capacity: usize, when_full: WhenFull) -> Option<Taken<Pinned>> {
-        let shelf = &self.0.shelf;
-        let taken = shelf.take(capacity, WhenFull::Refuse);
-        if taken.is_some() || capacity as u64 > shelf.budget() {
-            return taken;
-        }
-        let more = || self.0.reclaim.get().is_some_and(|reclaim| (reclaim.0)());
-        let end = match when_full {
-            WhenFull::Refuse => {
-                more();
-                return shelf.take(capacity, WhenFull::Refuse);
-            }
-            WhenFull::Block => None,
-            WhenFull::Wait(limit) => Instant::now().checked_add(limit),
-        };
-        loop {
-            // What is kept now may be needless later, and nobody would tell.
-            let waits = if more() { RECLAIM } else { Duration::MAX };
-            let left = end.map_or(Duration::MAX, |end| end.saturating_duration_since(Instant::now()));
-            let taken = shelf.take(capacity, WhenFull::Wait(waits.min(left)));
-            if taken.is_some() || left <= waits {
-                return taken;
-            }
-        }
-    }
-
-    /// Makes a block that was granted. Where the driver refuses, idle blocks go first.
-    fn make(&self, capacity: usize) -> Result<Pinned> {
-        let inner = &*self.0;
-        let made = loop {
-            match Pinned::make(&inner.context, capacity, inner.placement) {
-                Err(error) if error.is_out_of_memory() => {
-                    let limit = inner.counts.held.load(Ordering::Relaxed);
-                    let _ = inner.counts.limit.compare_exchange(0, limit.max(1), Ordering::Relaxed, Ordering::Relaxed);
-                    match inner.shelf.evict() {
-                        Some(block) => self.free(vec![block]),
-                        None => break Err(error),
-                    }
-                }
-                made => break made,
-            }
-        };
-        match &made {
-            Ok(_) => {
-                inner.counts.made.fetch_add(1, Ordering::Relaxed);
-                inner.counts.held.fetch_add(capacity as u64, Ordering::Relaxed);
-                inner.counts.peak.fetch_max(inner.shelf.reserved(), Ordering::Relaxed);
-            }
-            Err(_) => inner.shelf.give_up(capacity),
-        }
-        made
-    }
-
-    fn free(&self, blocks: Vec<Pinned>) {
-        let bytes = blocks.iter().map(|block| block.capacity() as u64).sum();
-        self.0.counts.held.fetch_sub(bytes, Ordering::Relaxed);
-        self.0.counts.freed.fetch_add(blocks.len() as u64, Ordering::Relaxed);
-        drop(blocks);
+        let _ = self.inner().reclaim.set(Reclaim(Box::new(reclaim)));
     }
 
     /// Makes `count` blocks for `bytes` bytes each, to lie ready; returns how many bytes of blocks there are. Fewer than asked
@@ -324,7 +261,7 @@ impl PinnedPool {
         for _ in 0..count {
             match self.try_acquire(bytes) {
                 Ok(block) => blocks.push(block),
-                Err(error) if self.0.strict => return Err(error),
+                Err(error) if self.inner().strict => return Err(error),
                 Err(_) => break,
             }
         }
@@ -334,25 +271,25 @@ impl PinnedPool {
     /// Gives idle blocks back to the driver until no more than `keep` idle bytes are left; returns how many bytes went. Each
     /// may wait for the device.
     pub fn trim(&self, keep: u64) -> u64 {
-        let mut freed = 0;
-        while Driver::get().is_ok() && self.0.shelf.idle() > keep {
-            let Some(block) = self.0.shelf.evict() else { break };
+        let (inner, mut freed) = (self.inner(), 0);
+        while Driver::get().is_ok() && inner.shelf.idle() > keep {
+            let Some(block) = inner.shelf.evict() else { break };
             freed += block.capacity() as u64;
-            self.free(vec![block]);
+            inner.free(vec![block]);
         }
         freed
     }
 
     /// What the pool holds and has done.
     pub fn stats(&self) -> PoolStats {
-        let (shelf, counts) = (&self.0.shelf, &self.0.counts);
+        let Inner { shelf, counts, .. } = &**self.inner();
         let load = |count: &AtomicU64| count.load(Ordering::Relaxed);
         PoolStats {
             budget: shelf.budget(),
             reserved: shelf.reserved(),
             idle: shelf.idle(),
             peak: load(&counts.peak),
-            acquired: load(&counts.acquired),
+            acquired: shelf.reused() + load(&counts.made),
             made: load(&counts.made),
             freed: load(&counts.freed),
             refused: load(&counts.refused),
@@ -362,23 +299,116 @@ impl PinnedPool {
 
     /// Whether a refusal is an error rather than a reason for pageable memory.
     pub(crate) fn is_strict(&self) -> bool {
-        self.0.strict
+        self.inner().strict
+    }
+}
+
+impl fmt::Debug for PinnedPool {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("PinnedPool").field(&self.stats()).finish()
+    }
+}
+
+impl Lender {
+    fn take(&self, bytes: usize, when_full: WhenFull) -> Result<Pinned> {
+        let capacity = capacity(bytes).ok_or_else(|| Error::overflow(format!("{bytes} bytes of pinned memory")))?;
+        match self.take_or_reclaim(capacity, when_full) {
+            Some(Taken::Block(block)) => Ok(block),
+            Some(Taken::Grant(evicted)) => {
+                self.pool.free(evicted);
+                self.pool.make(capacity).map_err(|error| error.of_request(bytes as u64))
+            }
+            None => {
+                let shelf = &self.pool.shelf;
+                let lent = shelf.reserved().saturating_sub(shelf.idle());
+                let why = format!("the pool's budget is {} bytes, of which {lent} are lent", shelf.budget());
+                Err(Error::new(Kind::OutOfMemory { what: "pinned host memory", bytes: bytes as u64, why }))
+            }
+        }
     }
 
+    fn take_or_reclaim(&self, capacity: usize, when_full: WhenFull) -> Option<Taken<Pinned>> {
+        let shelf = &self.pool.shelf;
+        let taken = shelf.take(self.shard, capacity, WhenFull::Refuse);
+        if taken.is_some() || capacity as u64 > shelf.budget() {
+            return taken;
+        }
+        let more = || self.pool.reclaim.get().is_some_and(|reclaim| (reclaim.0)());
+        let end = match when_full {
+            WhenFull::Refuse => {
+                more();
+                return shelf.take(self.shard, capacity, WhenFull::Refuse);
+            }
+            WhenFull::Block => None,
+            WhenFull::Wait(limit) => Instant::now().checked_add(limit),
+        };
+        loop {
+            // What is kept now may be needless later, and nobody would tell.
+            let waits = if more() { RECLAIM } else { Duration::MAX };
+            let left = end.map_or(Duration::MAX, |end| end.saturating_duration_since(Instant::now()));
+            let taken = shelf.take(self.shard, capacity, WhenFull::Wait(waits.min(left)));
+            if taken.is_some() || left <= waits {
+                return taken;
+            }
+        }
+    }
+
+    /// To the shard it was taken for, on whatever thread that is: there it is looked for first.
     fn give_back(&self, block: Pinned) {
-        let inner = &*self.0;
+        let pool = &self.pool;
         if Driver::get().is_err() {
             // A forked child, or a driver that is gone: nothing can be freed, and a lock may never be.
             std::mem::forget(block);
             return;
         }
-        if inner.shelf.idle().saturating_add(block.capacity() as u64) <= inner.keep_idle {
-            inner.shelf.put(block);
+        if pool.keeps(block.capacity()) {
+            pool.shelf.put(self.shard, block);
             return;
         }
         // Freeing may wait for the whole device, and a drop must not.
-        let leaving = Box::new(Leaving { block: Some(block), pool: self.clone() });
-        free_later(&inner.context, inner.context.cuda().clone(), &inner.waiter, leaving, Vec::new());
+        let leaving = Box::new(Leaving { block: Some(block), pool: pool.clone() });
+        free_later(&pool.context, pool.context.cuda().clone(), &pool.waiter, leaving, Vec::new());
+    }
+}
+
+impl Inner {
+    /// Makes a block that was granted. Where the driver refuses, idle blocks go first.
+    fn make(&self, capacity: usize) -> Result<Pinned> {
+        let made = loop {
+            match Pinned::make(&self.context, capacity, self.placement) {
+                Err(error) if error.is_out_of_memory() => {
+                    let limit = self.counts.held.load(Ordering::Relaxed);
+                    let _ = self.counts.limit.compare_exchange(0, limit.max(1), Ordering::Relaxed, Ordering::Relaxed);
+                    match self.shelf.evict() {
+                        Some(block) => self.free(vec![block]),
+                        None => break Err(error),
+                    }
+                }
+                made => break made,
+            }
+        };
+        match &made {
+            Ok(_) => {
+                self.counts.made.fetch_add(1, Ordering::Relaxed);
+                self.counts.held.fetch_add(capacity as u64, Ordering::Relaxed);
+                self.counts.peak.fetch_max(self.shelf.reserved(), Ordering::Relaxed);
+            }
+            Err(_) => self.shelf.give_up(capacity),
+        }
+        made
+    }
+
+    fn free(&self, blocks: Vec<Pinned>) {
+        let bytes = blocks.iter().map(|block| block.capacity() as u64).sum();
+        self.counts.held.fetch_sub(bytes, Ordering::Relaxed);
+        self.counts.freed.fetch_add(blocks.len() as u64, Ordering::Relaxed);
+        drop(blocks);
+    }
+
+    /// Whether a block of `capacity` bytes that comes back may stay.
+    fn keeps(&self, capacity: usize) -> bool {
+        // No more can be idle than is reserved; what is idle is many threads' to say.
+        self.shelf.reserved() <= self.keep_idle || self.shelf.idle().saturating_add(capacity as u64) <= self.keep_idle
     }
 }
 
@@ -399,7 +429,7 @@ impl Drop for Inner {
 /// A block on its way back to the driver: counted until it is there.
 struct Leaving {
     block: Option<Pinned>,
-    pool: PinnedPool,
+    pool: Arc<Inner>,
 }
 
 impl Drop for Leaving {
@@ -407,7 +437,7 @@ impl Drop for Leaving {
         if let Some(block) = self.block.take() {
             let capacity = block.capacity();
             self.pool.free(vec![block]);
-            self.pool.0.shelf.give_up(capacity);
+            self.pool.shelf.give_up(capacity);
         }
     }
 }
@@ -424,7 +454,7 @@ impl Block for Pinned {
 pub struct PinnedBuffer {
     block: Option<Pinned>,
     len: usize,
-    pool: PinnedPool,
+    lender: Arc<Lender>,
 }
 
 impl PinnedBuffer {
@@ -467,7 +497,7 @@ impl fmt::Debug for PinnedBuffer {
 impl Drop for PinnedBuffer {
     fn drop(&mut self) {
         if let Some(block) = self.block.take() {
-            self.pool.give_back(block);
+            self.lender.give_back(block);
         }
     }
 }

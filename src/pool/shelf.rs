@@ -1,12 +1,15 @@
 //! Blocks that wait to be used again, and how many bytes there may be in all. No CUDA here: loom explores it.
 //!
+//! The blocks lie in shards. A request asks its own first, and in the steady state nothing else is written. Who finds no block
+//! in any of them locks all at once, and then nothing moves: there is a block, or room, or neither.
+//!
 //! Invariants: `reserved` counts every block that exists or is being made, lent ones too, and never exceeds the budget;
 //! who waits for room is woken by every block that comes back and every grant that is given up.
 #![deny(unsafe_code)]
 
 use std::time::{Duration, Instant};
 
-use super::classes::{CLASSES, class};
+use super::shard::{Block, Locked, Shard};
 use crate::sync::{AtomicU64, Condvar, Mutex, Ordering, fence};
 
 /// What happens when a pool has no room within its budget.
@@ -23,22 +26,17 @@ pub enum WhenFull {
     Wait(Duration),
 }
 
+/// More than there are threads that do nothing but lease, and few enough to look at all of them.
+pub(crate) const SHARDS: usize = if cfg!(all(test, transfer_tensor_loom)) { 2 } else { 32 };
+
 #[derive(Debug)]
 pub(crate) struct Shelf<B> {
-    classes: Vec<Mutex<Vec<B>>>,
-    /// Blocks above the classes.
-    large: Mutex<Vec<B>>,
+    shards: [Shard<B>; SHARDS],
     budget: u64,
     reserved: AtomicU64,
-    idle: AtomicU64,
     waiting: AtomicU64,
     gate: Mutex<()>,
     freed: Condvar,
-}
-
-/// A block knows its size.
-pub(crate) trait Block {
-    fn capacity(&self) -> usize;
 }
 
 /// What a request gets.
@@ -53,13 +51,9 @@ pub(crate) enum Taken<B> {
 impl<B: Block> Shelf<B> {
     pub(crate) fn new(budget: u64) -> Self {
         Self {
-            classes: (0..if cfg!(all(test, transfer_tensor_loom)) { 1 } else { CLASSES })
-                .map(|_| Mutex::new(Vec::new()))
-                .collect(),
-            large: Mutex::new(Vec::new()),
+            shards: std::array::from_fn(|_| Shard::new()),
             budget,
             reserved: AtomicU64::new(0),
-            idle: AtomicU64::new(0),
             waiting: AtomicU64::new(0),
             gate: Mutex::new(()),
             freed: Condvar::new(),
@@ -74,26 +68,33 @@ impl<B: Block> Shelf<B> {
         self.reserved.load(Ordering::SeqCst)
     }
 
+    /// Exact while nothing comes or goes.
     pub(crate) fn idle(&self) -> u64 {
-        self.idle.load(Ordering::SeqCst)
+        self.shards.iter().map(Shard::idle).sum()
+    }
+
+    /// How many requests got a block that was used before.
+    pub(crate) fn reused(&self) -> u64 {
+        self.shards.iter().map(Shard::reused).sum()
     }
 
     /// A block of `capacity` bytes (as `classes::capacity` gives them), or leave to make one; `None` when there is no room.
-    pub(crate) fn take(&self, capacity: usize, when_full: WhenFull) -> Option<Taken<B>> {
-        if let Some(block) = self.reuse(capacity) {
+    /// The shard `home` is the first that is asked.
+    pub(crate) fn take(&self, home: usize, capacity: usize, when_full: WhenFull) -> Option<Taken<B>> {
+        let home = home % SHARDS;
+        // One after the other, and none that has too little: what moves meanwhile is missed.
+        let near = (home..home + SHARDS).filter_map(|shard| self.shards.get(shard % SHARDS));
+        let mut full = near.filter(|shard| shard.idle() >= capacity as u64);
+        if let Some(block) = full.find_map(|shard| shard.lock().take(capacity)) {
             return Some(Taken::Block(block));
         }
-        let granted = self.grant(capacity);
-        if let Some(Taken::Grant(evicted)) = granted {
-            return Some(Taken::Grant(evicted));
+        if capacity as u64 > self.budget {
+            return None;
         }
-        // What `grant` looked through may just have been missed by somebody who waits.
-        self.tell();
-        if granted.is_some() {
-            return granted;
+        if let Some(taken) = self.grant(capacity) {
+            return Some(taken);
         }
         let deadline = match when_full {
-            _ if capacity as u64 > self.budget => return None,
             WhenFull::Refuse => return None,
             WhenFull::Block => None,
             // A time-out beyond what a clock can say is none.
@@ -101,12 +102,9 @@ impl<B: Block> Shelf<B> {
         };
         let mut gate = self.gate.lock();
         self.waiting.fetch_add(1, Ordering::SeqCst);
-        // Either this thread sees what `tell` was called for, or `tell` sees this thread.
+        // Either this thread sees what was given up, or who did that sees this thread.
         fence(Ordering::SeqCst);
         let taken = loop {
-            if let Some(block) = self.reuse(capacity) {
-                break Some(Taken::Block(block));
-            }
             if let Some(taken) = self.grant(capacity) {
                 break Some(taken);
             }
@@ -123,100 +121,71 @@ impl<B: Block> Shelf<B> {
         taken
     }
 
-    fn reuse(&self, capacity: usize) -> Option<B> {
-        let block = match class(capacity) {
-            Some(class) => self.classes.get(class)?.lock().pop(),
-            None => {
-                // Exact sizes: one that is at most an eighth larger.
-                let mut large = self.large.lock();
-                let fits = |block: &B| (capacity..=capacity + capacity / 8).contains(&block.capacity());
-                let best = (0..large.len()).filter(|&i| large.get(i).is_some_and(fits));
-                best.min_by_key(|&i| large.get(i).map(B::capacity)).map(|i| large.swap_remove(i))
-            }
-        }?;
-        self.idle.fetch_sub(block.capacity() as u64, Ordering::SeqCst);
-        Some(block)
+    /// Counts a block that is to be made, and takes out what must go for it; or a block that lies ready.
+    fn grant(&self, capacity: usize) -> Option<Taken<B>> {
+        let mut shards = self.lock();
+        if let Some(block) = shards.iter_mut().find_map(|shard| shard.take(capacity)) {
+            return Some(Taken::Block(block));
+        }
+        // As long as nobody else has the locks, what is reserved only becomes less.
+        let (reserved, idle) = (self.reserved(), self.idle());
+        reserved.saturating_sub(idle).checked_add(capacity as u64).filter(|&sum| sum <= self.budget)?;
+        let (mut evicted, mut room) = (Vec::new(), 0);
+        while reserved.saturating_sub(room) > self.budget - capacity as u64 {
+            let Some(block) = take_largest(&mut shards) else { break };
+            room += block.capacity() as u64;
+            evicted.push(block);
+        }
+        // In one step: nobody sees more than the budget.
+        self.reserved.fetch_add((capacity as u64).wrapping_sub(room), Ordering::SeqCst);
+        Some(Taken::Grant(evicted))
     }
 
-    /// Counts a block that is to be made, and takes out what must go for it; or a block of this size that came back just now.
-    fn grant(&self, capacity: usize) -> Option<Taken<B>> {
-        if capacity as u64 > self.budget {
-            return None;
-        }
-        let (mut evicted, mut room) = (Vec::new(), 0);
-        let taken = loop {
-            // What was taken out counts until this succeeds: somebody else would use the room, and it may have to stay.
-            let add = |reserved: u64| {
-                reserved.checked_sub(room)?.checked_add(capacity as u64).filter(|&sum| sum <= self.budget)
-            };
-            if self.reserved.fetch_update(Ordering::SeqCst, Ordering::SeqCst, add).is_ok() {
-                return Some(Taken::Grant(evicted));
-            }
-            match self.take_idle() {
-                Some(block) if block.capacity() == capacity => break Some(Taken::Block(block)),
-                Some(block) => {
-                    room += block.capacity() as u64;
-                    evicted.push(block);
-                }
-                None => break None,
-            }
-        };
-        // Not enough, or not needed: they stay.
-        evicted.into_iter().for_each(|block| self.shelve(block));
-        taken
+    /// All shards, always in the same order: each idle block is in one of them, and stays there.
+    fn lock(&self) -> [Locked<'_, B>; SHARDS] {
+        self.shards.each_ref().map(Shard::lock)
     }
 
     /// Takes the largest idle block out for good.
     pub(crate) fn evict(&self) -> Option<B> {
-        let block = self.take_idle()?;
+        let mut shards = self.lock();
+        let block = take_largest(&mut shards)?;
         self.reserved.fetch_sub(block.capacity() as u64, Ordering::SeqCst);
-        Some(block)
-    }
-
-    /// The largest idle block; it still counts.
-    fn take_idle(&self) -> Option<B> {
-        let from_large = self.large.lock().pop();
-        let block = from_large.or_else(|| self.classes.iter().rev().find_map(|class| class.lock().pop()))?;
-        self.idle.fetch_sub(block.capacity() as u64, Ordering::SeqCst);
         Some(block)
     }
 
     /// All idle blocks, for the end; without a lock.
     pub(crate) fn drain(&mut self) -> Vec<B> {
-        let classes = self.classes.iter_mut().chain([&mut self.large]);
-        classes.flat_map(|class| std::mem::take(class.get_mut())).collect()
+        self.shards.iter_mut().flat_map(Shard::drain).collect()
     }
 
-    /// Takes back a block that nothing uses.
-    pub(crate) fn put(&self, block: B) {
-        self.shelve(block);
-        self.tell();
-    }
-
-    fn shelve(&self, block: B) {
-        let capacity = block.capacity();
-        // Counted first: who takes it out again counts it back.
-        self.idle.fetch_add(capacity as u64, Ordering::SeqCst);
-        match class(capacity).and_then(|class| self.classes.get(class)) {
-            Some(class) => class.lock().push(block),
-            None => self.large.lock().push(block),
+    /// Takes a block that nothing uses back into the shard `home`.
+    pub(crate) fn put(&self, home: usize, block: B) {
+        if let Some(shard) = self.shards.get(home % SHARDS) {
+            shard.lock().push(block);
         }
+        // Who waits said so before he looked into the shard, under its lock: he found the block, or is seen here.
+        self.tell();
     }
 
     /// A block that was granted was not made, or is gone.
     pub(crate) fn give_up(&self, capacity: usize) {
         self.reserved.fetch_sub(capacity as u64, Ordering::SeqCst);
+        fence(Ordering::SeqCst);
         self.tell();
     }
 
     fn tell(&self) {
-        fence(Ordering::SeqCst);
         if self.waiting.load(Ordering::SeqCst) > 0 {
             // Not between a waiter's look and its sleep.
             drop(self.gate.lock());
             self.freed.notify_all();
         }
     }
+}
+
+fn take_largest<B: Block>(shards: &mut [Locked<'_, B>]) -> Option<B> {
+    shards.iter_mut().max_by_key(|shard| shard.largest())?.take_largest()
 }
 
 #[cfg(test)]
@@ -236,16 +205,18 @@ mod tests {
     proptest! {
         /// Against a plain account of what exists: blocks fit, the sums are right, the budget holds.
         #[test]
-        fn the_sums_are_right(steps in proptest::collection::vec((any::<bool>(), 0usize..(64 << 20)), 1..200)) {
+        fn the_sums_are_right(steps in proptest::collection::vec((any::<bool>(), 0usize..3, 0usize..(64 << 20)), 1..200)) {
             const BUDGET: u64 = 256 << 20;
             let shelf: Shelf<usize> = Shelf::new(BUDGET);
             let (mut lent, mut exist) = (Vec::new(), 0u64);
-            for (take, bytes) in steps {
+            let mut reused = 0;
+            for (take, home, bytes) in steps {
                 if take {
                     let wanted = capacity(bytes).unwrap();
-                    match shelf.take(wanted, WhenFull::Refuse) {
+                    match shelf.take(home, wanted, WhenFull::Refuse) {
                         Some(Taken::Block(block)) => {
                             prop_assert!(block >= bytes);
+                            reused += 1;
                             lent.push(block);
                         }
                         Some(Taken::Grant(evicted)) => {
@@ -256,13 +227,13 @@ mod tests {
                         None => prop_assert!(lent.iter().sum::<usize>() as u64 + wanted as u64 > BUDGET),
                     }
                 } else if !lent.is_empty() {
-                    shelf.put(lent.swap_remove(bytes % lent.len()));
+                    shelf.put(home, lent.swap_remove(bytes % lent.len()));
                 }
                 prop_assert!(exist <= BUDGET);
-                prop_assert_eq!(shelf.reserved(), exist);
+                prop_assert_eq!((shelf.reserved(), shelf.reused()), (exist, reused));
                 prop_assert_eq!(shelf.idle() + lent.iter().sum::<usize>() as u64, exist);
             }
-            lent.into_iter().for_each(|block| shelf.put(block));
+            lent.into_iter().for_each(|block| shelf.put(0, block));
             while shelf.evict().is_some() {}
             prop_assert_eq!((shelf.reserved(), shelf.idle()), (0, 0));
         }
@@ -271,16 +242,16 @@ mod tests {
     #[test]
     fn a_wait_ends() {
         let shelf: Shelf<usize> = Shelf::new(1 << 20);
-        assert!(matches!(shelf.take(1 << 20, WhenFull::Refuse), Some(Taken::Grant(_))));
-        assert!(shelf.take(4096, WhenFull::Wait(Duration::from_millis(5))).is_none());
+        assert!(matches!(shelf.take(0, 1 << 20, WhenFull::Refuse), Some(Taken::Grant(_))));
+        assert!(shelf.take(1, 4096, WhenFull::Wait(Duration::from_millis(5))).is_none());
         // What can never fit does not wait.
-        assert!(shelf.take(2 << 20, WhenFull::Block).is_none());
+        assert!(shelf.take(0, 2 << 20, WhenFull::Block).is_none());
         std::thread::scope(|scope| {
-            let waiter = scope.spawn(|| shelf.take(4096, WhenFull::Block));
+            let waiter = scope.spawn(|| shelf.take(1, 4096, WhenFull::Block));
             while shelf.waiting.load(Ordering::SeqCst) == 0 {
                 std::thread::yield_now();
             }
-            shelf.put(1 << 20);
+            shelf.put(0, 1 << 20);
             assert!(matches!(waiter.join(), Ok(Some(Taken::Grant(evicted))) if evicted == [1 << 20]));
         });
     }
@@ -303,10 +274,10 @@ mod loom_tests {
     fn who_waits_for_a_block_gets_it() {
         model(|| {
             let shelf: Arc<Shelf<usize>> = Arc::new(Shelf::new(4096));
-            assert!(matches!(shelf.take(4096, WhenFull::Refuse), Some(Taken::Grant(_))));
+            assert!(matches!(shelf.take(0, 4096, WhenFull::Refuse), Some(Taken::Grant(_))));
             let other = shelf.clone();
-            let waiter = thread::spawn(move || other.take(4096, WhenFull::Block).is_some());
-            shelf.put(4096);
+            let waiter = thread::spawn(move || other.take(1, 4096, WhenFull::Block).is_some());
+            shelf.put(0, 4096);
             assert!(waiter.join().unwrap());
         });
     }
@@ -315,27 +286,26 @@ mod loom_tests {
     fn who_waits_for_room_gets_it_when_a_grant_is_given_up() {
         model(|| {
             let shelf: Arc<Shelf<usize>> = Arc::new(Shelf::new(4096));
-            assert!(matches!(shelf.take(4096, WhenFull::Refuse), Some(Taken::Grant(_))));
+            assert!(matches!(shelf.take(0, 4096, WhenFull::Refuse), Some(Taken::Grant(_))));
             let other = shelf.clone();
-            let waiter = thread::spawn(move || other.take(4096, WhenFull::Block).is_some());
+            let waiter = thread::spawn(move || other.take(1, 4096, WhenFull::Block).is_some());
             shelf.give_up(4096);
             assert!(waiter.join().unwrap());
             assert_eq!(shelf.reserved(), 4096);
         });
     }
 
-    /// It takes idle blocks out, finds that they are too few, and puts them back.
     #[test]
     fn who_is_refused_leaves_no_more_than_there_may_be() {
         model(|| {
             let shelf: Arc<Shelf<usize>> = Arc::new(Shelf::new(8192));
             for _ in 0..2 {
-                assert!(matches!(shelf.take(4096, WhenFull::Refuse), Some(Taken::Grant(_))));
+                assert!(matches!(shelf.take(0, 4096, WhenFull::Refuse), Some(Taken::Grant(_))));
             }
-            shelf.put(4096);
+            shelf.put(0, 4096);
             let other = shelf.clone();
-            let taker = thread::spawn(move || other.take(4096, WhenFull::Refuse).is_some());
-            assert!(shelf.take(8192, WhenFull::Refuse).is_none());
+            let taker = thread::spawn(move || other.take(1, 4096, WhenFull::Refuse).is_some());
+            assert!(shelf.take(0, 8192, WhenFull::Refuse).is_none());
             taker.join().unwrap();
             assert_eq!(shelf.reserved(), 8192);
         });
@@ -346,10 +316,55 @@ mod loom_tests {
         model(|| {
             let shelf: Arc<Shelf<usize>> = Arc::new(Shelf::new(4096));
             let other = shelf.clone();
-            let taker = thread::spawn(move || other.take(4096, WhenFull::Refuse).is_some());
-            let here = shelf.take(4096, WhenFull::Refuse).is_some();
+            let taker = thread::spawn(move || other.take(1, 4096, WhenFull::Refuse).is_some());
+            let here = shelf.take(0, 4096, WhenFull::Refuse).is_some();
             assert!(taker.join().unwrap() != here);
             assert_eq!(shelf.reserved(), 4096);
         });
+    }
+
+    /// Two blocks, of which the other thread never has more than one; but they move, against the order of the last look.
+    #[test]
+    fn a_block_that_lies_ready_is_found() {
+        model(|| {
+            let shelf = with_blocks([1, 1]);
+            let other = shelf.clone();
+            let mover = thread::spawn(move || {
+                for _ in 0..2 {
+                    if let Some(Taken::Block(block)) = other.take(1, 4096, WhenFull::Refuse) {
+                        other.put(0, block);
+                    }
+                }
+            });
+            assert!(matches!(shelf.grant(4096), Some(Taken::Block(4096))));
+            mover.join().unwrap();
+            assert_eq!((shelf.reserved(), shelf.idle()), (8192, 4096));
+        });
+    }
+
+    /// One needs both blocks out of the way, the other one of them: either gets what it wants.
+    #[test]
+    fn a_grant_takes_from_all_shards_or_from_none() {
+        model(|| {
+            let shelf = with_blocks([0, 1]);
+            let other = shelf.clone();
+            let taker = thread::spawn(move || other.take(1, 4096, WhenFull::Refuse).is_some());
+            let granted = match shelf.take(0, 8192, WhenFull::Refuse) {
+                Some(Taken::Grant(evicted)) => evicted == [4096, 4096],
+                taken => taken.is_some(),
+            };
+            assert!(taker.join().unwrap() != granted);
+            assert_eq!((shelf.reserved(), shelf.idle()), (8192, if granted { 0 } else { 4096 }));
+        });
+    }
+
+    /// A budget of two blocks, which lie in these shards.
+    fn with_blocks(homes: [usize; 2]) -> Arc<Shelf<usize>> {
+        let shelf = Shelf::new(8192);
+        for _ in homes {
+            assert!(matches!(shelf.take(0, 4096, WhenFull::Refuse), Some(Taken::Grant(_))));
+        }
+        homes.into_iter().for_each(|home| shelf.put(home, 4096));
+        Arc::new(shelf)
     }
 }

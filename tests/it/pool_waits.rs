@@ -7,7 +7,9 @@ use std::time::{Duration, Instant};
 use transfer_tensor::{PoolOptions, Strategy, WhenFull};
 
 use crate::machines::drain;
-use crate::pool::{calls, end, page_locked, transfers_are_right, transfers_of_a_strict_device, until, with_pool};
+use crate::pool::{
+    calls, check_mark, end, mark, page_locked, transfers_are_right, transfers_of_a_strict_device, until, with_pool,
+};
 use crate::support::{Gpu, H200, HANG, within};
 
 const KIB: usize = 1 << 10;
@@ -43,6 +45,40 @@ fn who_waits_gets_what_others_give_back() {
     });
     let stats = device.pool().stats();
     assert_eq!((stats.acquired, stats.made, stats.refused, stats.reserved), (2000, 1, 0, MIB as u64));
+    end(gpu, device);
+}
+
+/// As many blocks as threads, and each has one at most: there always is one, wherever others have put it.
+#[test]
+fn threads_that_lease_what_lies_ready_leave_the_driver_alone() {
+    const THREADS: usize = 8;
+    const ROUNDS: usize = 500;
+    let gpu = Gpu::any(H200);
+    let device = with_pool(&gpu, PoolOptions::new().budget(1 << 30));
+    let before = page_locked(&gpu);
+    device.pool().reserve(MIB, THREADS).unwrap();
+    let made = calls(&gpu);
+    let pool = device.pool().clone();
+    within(HANG, move || {
+        std::thread::scope(|scope| {
+            for thread in 0..THREADS as u8 {
+                let pool = &pool;
+                scope.spawn(move || {
+                    for _ in 0..ROUNDS {
+                        let mut buffer = pool.acquire(MIB).unwrap();
+                        mark(&mut buffer, thread);
+                        check_mark(&buffer, thread);
+                    }
+                });
+            }
+        });
+    });
+    assert_eq!(calls(&gpu), made);
+    let (stats, bytes) = (device.pool().stats(), (THREADS * MIB) as u64);
+    assert_eq!((stats.made, stats.acquired), (THREADS as u64, (THREADS + THREADS * ROUNDS) as u64));
+    assert_eq!((stats.reserved, stats.idle, stats.peak), (bytes, bytes, bytes));
+    assert_eq!(device.pool().trim(0), bytes);
+    assert_eq!(page_locked(&gpu), before);
     end(gpu, device);
 }
 
@@ -186,6 +222,12 @@ fn buffers_may_outlive_their_device() {
     }
     // The pool is a handle of its own.
     drop(pool.acquire(2000).unwrap());
+    // So is what each thread has of it; blocks lie ready in all of them.
+    for thread in 0..3 {
+        let pool = pool.clone();
+        let both = move || (pool.acquire(7 * MIB).unwrap(), pool.acquire(3000 << thread).unwrap());
+        buffers.push(std::thread::spawn(both).join().unwrap().0);
+    }
     drop(pool);
     buffers.iter_mut().for_each(|buffer| buffer.fill(4));
     drop(buffers);
