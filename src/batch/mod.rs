@@ -19,8 +19,13 @@ use crate::tensor::DeviceMemory;
 /// A copy of a few KiB costs the driver as much as one of 100 KiB. So pieces from and to ordinary memory are packed through
 /// page-locked buffers (two of 2 MiB, whatever the size of the batch), pieces that are neighbours on the device become one
 /// copy, and what lies apart there goes in one call where the driver has it (`cuMemcpyBatchAsync`, CUDA 12.8); since that
-/// refuses default streams, one of the crate's own does it in their place, ordered before and after. Pieces of 64 KiB and more are copied from where they are if that is page-locked memory, or the device
-/// reads ordinary memory itself (Grace).
+/// refuses default streams, one of the crate's own does it in their place, ordered before and after. Pieces of 64 KiB and more
+/// are copied from where they are if that is page-locked memory, or the device reads ordinary memory itself (Grace).
+///
+/// Many scattered pieces up are brought to their places by a small kernel of the crate's, which takes a fraction of the time. The
+/// first batch of 256 or more in a context loads it, and that waits for what the device is doing, as allocating page-locked memory
+/// does; it takes 0.3 ms, and up to 100 ms where the driver has yet to compile it. Where it can not be had (before CUDA 12.0, or
+/// without the driver's compiler), copies do.
 ///
 /// All memory is borrowed until the batch has run; a batch that is dropped instead did nothing. Pieces of 0 bytes and empty
 /// batches are fine, and make no driver call.
@@ -66,9 +71,9 @@ pub struct BatchReport {
     pub pieces: u64,
     /// Their bytes.
     pub bytes: u64,
-    /// Blocks that the device's copy engine was told to move.
+    /// Blocks that the device was told to move.
     pub copies: u64,
-    /// Driver calls that told it to.
+    /// Driver calls that told it to; the launch of a kernel is one.
     pub calls: u64,
 }
 
@@ -182,7 +187,8 @@ impl<'a> Batch<'a> {
     ///
     /// Blocks until sources on the host have been read and targets on the host are written; it does not wait for the device
     /// to have the uploads: that is so once the stream has passed. It waits for what was submitted to the stream before, if
-    /// there are downloads, page-locked pieces of 64 KiB or more, or more than 4 MiB to pack.
+    /// there are downloads, page-locked pieces of 64 KiB or more, or more than 4 MiB to pack; and for the device, the first time that
+    /// there are many scattered pieces (see [`Batch`]).
     ///
     /// # Errors
     /// The stream is being captured or belongs to another context, two uploads overlap, the device holds something that is no

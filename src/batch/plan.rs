@@ -77,6 +77,23 @@ pub(crate) struct Copy {
     pub(crate) bytes: usize,
 }
 
+impl Copy {
+    /// Bytes of a [`place`](Copy::place).
+    pub(crate) const PLACE: usize = 16;
+
+    /// As the kernel of `driver/scatter.rs` takes it: target, offset, bytes. `None` where these do not fit.
+    pub(crate) fn place(&self) -> Option<[u8; Self::PLACE]> {
+        let (offset, bytes) = (u32::try_from(self.offset).ok()?, u32::try_from(self.bytes).ok()?);
+        let mut place = [0; Self::PLACE];
+        let (target, rest) = place.split_at_mut(8);
+        let (first, second) = rest.split_at_mut(4);
+        target.copy_from_slice(&self.address.to_ne_bytes());
+        first.copy_from_slice(&offset.to_ne_bytes());
+        second.copy_from_slice(&bytes.to_ne_bytes());
+        Some(place)
+    }
+}
+
 /// What is done in one go.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Part {
@@ -128,6 +145,30 @@ impl Layout {
         }
         parts.extend(small.map(Part::Packed));
         parts
+    }
+
+    /// How many blocks there are: a round of any of them needs no more copies.
+    pub(crate) fn blocks(&self) -> usize {
+        self.blocks.len()
+    }
+
+    /// Cuts packed bytes into rounds of at most `bytes` bytes and `copies` copies, as long as these allow. 0 counts as 1.
+    pub(crate) fn rounds(
+        &self,
+        range: Range<usize>,
+        bytes: usize,
+        copies: usize,
+    ) -> impl Iterator<Item = Range<usize>> {
+        let (bytes, copies) = (bytes.max(1), copies.max(1));
+        let mut start = range.start;
+        std::iter::from_fn(move || {
+            let round = start..range.end.min(start.saturating_add(bytes));
+            let first = self.blocks.partition_point(|block| block.packed.end <= start);
+            // The first block that would be one too many.
+            let beyond = self.blocks.get(first.saturating_add(copies));
+            start = beyond.map_or(round.end, |block| block.packed.start.min(round.end));
+            (!round.is_empty()).then_some(round.start..start)
+        })
     }
 
     /// The copies that a round of packed bytes needs.
@@ -185,6 +226,7 @@ mod tests {
         #[test]
         fn rounds_bring_every_byte_to_its_place_once(
             lengths in proptest::collection::vec((0usize..3, 1usize..40), 1..60), round in 1usize..64, long in 1usize..100,
+            most in 1usize..9,
         ) {
             let sorted = placed(&lengths);
             let layout = Layout::new(&sorted, |a, b| (a.index + b.index) % 4 == 1);
@@ -214,9 +256,16 @@ mod tests {
                         block.packed
                     }
                 };
-                for (_, piece) in crate::copy::chunks(range.len(), round) {
-                    bring(range.start + piece.start..range.start + piece.end);
+                let mut end = range.start;
+                for piece in layout.rounds(range.clone(), round, most) {
+                    prop_assert_eq!(piece.start, end);
+                    end = piece.end;
+                    let copies = layout.copies(piece.clone()).count();
+                    prop_assert!(!piece.is_empty() && piece.len() <= round && copies <= most);
+                    prop_assert!(piece.len() == round || copies == most || end == range.end, "shorter than it may be");
+                    bring(piece);
                 }
+                prop_assert_eq!(end, range.end);
             }
             for (i, piece) in sorted.iter().enumerate() {
                 for byte in 0..piece.bytes {
@@ -252,6 +301,15 @@ mod tests {
             let copies = staged(5000 * (16 << 10), &tuning);
             assert!(copies <= 64, "{cores} CPUs: {copies} copies");
         }
+    }
+
+    #[test]
+    fn places_are_what_the_kernel_takes() {
+        let copy = Copy { address: 0x0102_0304_0506_0708, offset: 0x0A0B_0C0D, bytes: 0x1A1B_1C1D };
+        let expected = [copy.address, 0x1A1B_1C1D_0A0B_0C0D].map(u64::to_le_bytes).concat();
+        assert_eq!(copy.place().unwrap()[..], expected[..]);
+        assert_eq!(Copy { offset: 1 << 32, ..copy }.place(), None);
+        assert_eq!(Copy { bytes: 1 << 32, ..copy }.place(), None);
     }
 
     #[test]

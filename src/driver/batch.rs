@@ -95,9 +95,9 @@ pub(crate) struct Copies {
 /// How often the driver was asked for what.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Counted {
-    /// Blocks that the device's copy engine moves.
+    /// Blocks that the device moves.
     pub(crate) copies: u64,
-    /// Calls that submit them.
+    /// Calls that submit them; the launch of a kernel is one.
     pub(crate) calls: u64,
 }
 

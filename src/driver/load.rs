@@ -55,6 +55,9 @@ const REQUIRED: &[&str] = &[
     "cuEventDestroy_v2",
     "cuEventRecord",
     "cuEventQuery",
+    "cuModuleLoadData",
+    "cuModuleGetFunction",
+    "cuLaunchKernel",
     "cuThreadExchangeStreamCaptureMode",
 ];
 

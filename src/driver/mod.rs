@@ -17,6 +17,7 @@ pub(crate) mod pinned;
 pub(crate) mod probe;
 mod ring;
 pub(crate) mod rows;
+mod scatter;
 pub(crate) mod slots;
 pub(crate) mod staging;
 pub(crate) mod stream;

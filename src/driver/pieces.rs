@@ -11,6 +11,7 @@ use super::Event;
 use super::batch::{Copies, Counted, allocation, is_pinned};
 use super::context::{Context, Way};
 use super::memory::given;
+use super::scatter::{Kernel, WORTH_LOADING};
 use super::slots::{ROUND, Slots, drain};
 use super::stream::Stream;
 use crate::batch::plan::{Block, Layout, Part, Placed, check_apart, sort, staged};
@@ -350,6 +351,7 @@ impl Transfer<'_> {
         let host = |placed: &Placed| pieces.get(placed.index).map(|(_, source)| source.as_ptr());
         let direct = self.direct(Way::Up, &mut sorted, host)?;
         let layout = Layout::new(&sorted, one_allocation());
+        let kernel = self.kernel(&layout);
         let packed = |start| Packed { layout: &layout, sorted: &sorted, pieces, start };
         for part in self.parts(&layout) {
             match part {
@@ -363,8 +365,16 @@ impl Transfer<'_> {
                 Part::Packed(range) => {
                     let Self { device, stream, slots, counted } = self;
                     let mut copies = Copies::new(slots.pinned());
-                    slots.up(stream, range, ROUND, &packed(0), |round, slot| {
-                        gather(&mut copies, &layout, round, slot);
+                    let rounds = layout.rounds(range, ROUND, slots.most_copies());
+                    slots.up(stream, rounds, &packed(0), |round, slot| {
+                        if let Some(kernel) = kernel
+                            && let Some(places) = slot.list(layout.copies(round.clone()))
+                        {
+                            // SAFETY: the slot and its table are ours until its event has passed; the targets are borrowed and
+                            // apart.
+                            return unsafe { kernel.launch(places, stream, counted) };
+                        }
+                        gather(&mut copies, &layout, round, slot.start());
                         // SAFETY: the slot is ours until its event has passed; the targets are borrowed and apart.
                         unsafe { copies.submit(device.context(), Way::Up, stream, counted) }
                     })?;
@@ -428,6 +438,19 @@ impl Transfer<'_> {
         // where there is an error.
         unsafe { copies.submit(context, way, self.stream, &mut self.counted)? };
         Event::record(context, self.stream).map(Some)
+    }
+
+    /// The kernel that brings many small blocks to their places, where there are many and the device has it; the slots get room
+    /// for its tables.
+    fn kernel(&mut self, layout: &Layout) -> Option<Kernel> {
+        let can = self.device.platform().capabilities();
+        // Without I/O coherency the device would have to be idle before it sees what was packed.
+        if layout.blocks() < WORTH_LOADING || !can.device_reads_pinned || !can.io_coherent {
+            return None;
+        }
+        let kernel = Kernel::find(self.device.context())?;
+        self.slots.with_table(layout.blocks());
+        Some(kernel)
     }
 
     /// Long blocks by themselves, where there is page-locked memory to stage them.

@@ -8,7 +8,7 @@ use cudarc::driver::CudaStream;
 use super::batch::{Copies, Counted, MOST_PITCH, Rectangle, is_pinned};
 use super::context::Way;
 use super::pieces::{DIRECT, DeviceEnd, HostTarget, around};
-use super::slots::{ROUND, Slots};
+use super::slots::{ROUND, Slots, rounds};
 use super::stream::Stream;
 use super::{Event, copy};
 use crate::copy::{Sink, Source};
@@ -221,9 +221,10 @@ pub(crate) fn upload<'a>(
                     // SAFETY: borrowed device memory of that length.
                     return unsafe { device.stage_up(address, &source(0), bytes, stream) };
                 }
-                slots.up(stream, 0..bytes, ROUND, &source(0), |round, packed| {
+                slots.up(stream, rounds(0..bytes, ROUND), &source(0), |round, slot| {
+                    let packed = slot.start().as_ptr();
                     // SAFETY: the slot is ours until its event has passed.
-                    unsafe { copy::host_to_device(address + round.start as u64, packed.as_ptr(), round.len(), stream) }
+                    unsafe { copy::host_to_device(address + round.start as u64, packed, round.len(), stream) }
                 })
             }
             Route::Rectangles if geometry.width > ROUND => (0..geometry.rows).try_for_each(|row| {
@@ -234,8 +235,8 @@ pub(crate) fn upload<'a>(
             Route::Rectangles => {
                 let step = ROUND / geometry.width * geometry.width;
                 // SAFETY: the slot is ours until its event has passed.
-                Slots::new(device, bytes).up(stream, 0..bytes, step, &source(0), |round, packed| unsafe {
-                    way.rectangle(Way::Up, round, packed)
+                Slots::new(device, bytes).up(stream, rounds(0..bytes, step), &source(0), |round, slot| unsafe {
+                    way.rectangle(Way::Up, round, slot.start())
                 })
             }
         }

@@ -4,8 +4,10 @@ use std::ops::Range;
 use std::ptr::NonNull;
 
 use super::pending::Pending;
+use super::scatter::{self, Places};
 use super::stream::Stream;
 use super::{Event, context::synchronize};
+use crate::batch::plan::Copy;
 use crate::complete::free_later;
 use crate::copy::{Sink, Source, chunks};
 use crate::device::Device;
@@ -20,13 +22,17 @@ pub(crate) const ROUND: usize = 2 << 20;
 pub(crate) struct Slots<'d> {
     device: &'d Device,
     bytes: usize,
+    /// How many copies are listed behind these bytes.
+    places: usize,
     slots: [Option<Slot>; 2],
     turn: usize,
 }
 
 #[derive(Debug)]
-struct Slot {
+pub(super) struct Slot {
     memory: Memory,
+    /// Where the table of its copies is; empty where there is none.
+    table: Range<usize>,
     /// What may still use it.
     busy: Option<Pending>,
 }
@@ -56,6 +62,30 @@ impl Memory {
 }
 
 impl Slot {
+    fn new(memory: Memory, table: Range<usize>) -> Self {
+        Self { memory, table, busy: None }
+    }
+
+    /// Where the packed bytes are.
+    pub(super) fn start(&mut self) -> NonNull<u8> {
+        self.memory.start()
+    }
+
+    /// Lists the copies of a round in the table, for the kernel; `None` where the device can not read it, it is too short, or
+    /// they are too few to be worth a launch. The device is done with what was there.
+    pub(super) fn list(&mut self, copies: impl Iterator<Item = Copy>) -> Option<Places> {
+        let Memory::Pinned(memory) = &mut self.memory else { return None };
+        let packed = memory.device_address().filter(|_| !self.table.is_empty())?;
+        let mut free = memory.get_mut(self.table.clone())?.chunks_exact_mut(Copy::PLACE);
+        let mut count = 0;
+        for copy in copies {
+            free.next()?.copy_from_slice(&copy.place()?);
+            count += 1;
+        }
+        let table = packed + self.table.start as u64;
+        (count >= scatter::WORTH_A_LAUNCH).then_some(Places { packed, table, count })
+    }
+
     fn idle(&mut self) -> Result<()> {
         if let Some(pending) = &self.busy {
             pending.wait()?;
@@ -68,21 +98,39 @@ impl Slot {
 impl<'d> Slots<'d> {
     /// For transfers of `total` bytes in rounds.
     pub(crate) fn new(device: &'d Device, total: usize) -> Self {
-        Self { device, bytes: total.min(ROUND), slots: [None, None], turn: 0 }
+        Self { device, bytes: total.min(ROUND), places: 0, slots: [None, None], turn: 0 }
+    }
+
+    /// Makes the buffers to come with a table of as many places as a round of `blocks` blocks may need copies.
+    pub(super) fn with_table(&mut self, blocks: usize) {
+        self.places = blocks.min(scatter::MOST_PLACES);
+    }
+
+    /// The most copies that a round may have.
+    pub(super) fn most_copies(&mut self) -> usize {
+        if self.pinned() && self.places > 0 { self.places } else { usize::MAX }
     }
 
     /// Whether page-locked memory can be had. Else the driver copies from and to pageable memory.
     pub(crate) fn pinned(&mut self) -> bool {
         if self.slots.iter().all(Option::is_none) && self.acquire(0).is_err() {
-            self.slots = [Some(Slot { memory: Memory::Pageable(vec![0; self.bytes].into()), busy: None }), None];
+            // It may have been the table that was too much.
+            let table = std::mem::take(&mut self.places);
+            if table == 0 || self.acquire(0).is_err() {
+                self.slots = [Some(Slot::new(Memory::Pageable(vec![0; self.bytes].into()), 0..0)), None];
+            }
         }
         self.slots.iter().flatten().all(|slot| matches!(slot.memory, Memory::Pinned(_)))
     }
 
     fn acquire(&mut self, index: usize) -> Result<()> {
-        let memory = Memory::Pinned(self.device.pool().try_acquire(self.bytes)?);
+        // Places are aligned as they are long.
+        let table = self.bytes.next_multiple_of(Copy::PLACE);
+        let table = table..table + self.places * Copy::PLACE;
+        let bytes = if table.is_empty() { self.bytes } else { table.end };
+        let memory = Memory::Pinned(self.device.pool().try_acquire(bytes)?);
         if let Some(slot) = self.slots.get_mut(index) {
-            *slot = Some(Slot { memory, busy: None });
+            *slot = Some(Slot::new(memory, table));
         }
         Ok(())
     }
@@ -101,30 +149,29 @@ impl<'d> Slots<'d> {
         slot.ok_or_else(|| Error::unsupported("packing", "no page-locked memory is to be had"))
     }
 
-    /// Packs and submits the bytes `range` of `source` in rounds of at most `step` bytes; returns when the source has been
-    /// read. `submit` gets a round's range and where it is packed. The context is current.
+    /// Packs and submits bytes of `source` in `rounds`, none of which is longer than [`ROUND`]; returns when the source has been
+    /// read. `submit` gets a round and where it is packed. The context is current.
     ///
     /// # Errors
     /// Those of `source`, `submit` and the driver; then work may be in flight: [`drain`].
-    pub(crate) fn up(
+    pub(super) fn up(
         &mut self,
         stream: &Stream,
-        range: Range<usize>,
-        step: usize,
+        rounds: impl Iterator<Item = Range<usize>>,
         source: &dyn Source,
-        mut submit: impl FnMut(Range<usize>, NonNull<u8>) -> Result<()>,
+        mut submit: impl FnMut(Range<usize>, &mut Slot) -> Result<()>,
     ) -> Result<()> {
-        let (context, step) = (self.device.context(), step.min(self.bytes));
-        for (_, piece) in chunks(range.len(), step) {
+        let (context, bytes) = (self.device.context(), self.bytes);
+        for round in rounds {
             let index = self.next();
             let slot = self.slot(index)?;
             slot.idle()?;
-            let round = range.start + piece.start..range.start + piece.end;
-            let packed = slot.memory.bytes().get_mut(..round.len()).unwrap_or_default();
+            let packed = slot.memory.bytes().get_mut(..round.len()).filter(|packed| packed.len() <= bytes);
+            let packed = packed.ok_or_else(|| Error::unsupported("packing", "a round is longer than its buffer"))?;
             source.fill(round.start, packed)?;
             // Until there is an event: if the driver refuses half of it, the other half runs.
             slot.busy = Some(Pending::Stream(stream.clone()));
-            submit(round, slot.memory.start())?;
+            submit(round, slot)?;
             slot.busy = Some(Pending::Event(Event::record(context, stream)?.into()));
         }
         Ok(())
@@ -150,8 +197,7 @@ impl<'d> Slots<'d> {
         };
         // The round before, which is unpacked once the next one is on its way.
         let mut before: Option<(usize, Range<usize>)> = None;
-        for (_, piece) in chunks(range.len(), step) {
-            let round = range.start + piece.start..range.start + piece.end;
+        for round in rounds(range, step) {
             let index = self.next();
             if let Some((last, full)) = before.take_if(|(last, _)| *last == index) {
                 // One buffer alone is emptied before it is filled again.
@@ -175,7 +221,7 @@ impl<'d> Slots<'d> {
 
 impl Drop for Slots<'_> {
     fn drop(&mut self) {
-        for Slot { memory, busy } in self.slots.iter_mut().filter_map(Option::take) {
+        for Slot { memory, busy, .. } in self.slots.iter_mut().filter_map(Option::take) {
             // Without something to wait for it is given back here and now.
             if let Some(pending) = busy {
                 let (context, waiter) = (self.device.context(), self.device.waiter());
@@ -183,6 +229,11 @@ impl Drop for Slots<'_> {
             }
         }
     }
+}
+
+/// Cuts bytes into rounds of at most `step` bytes.
+pub(super) fn rounds(range: Range<usize>, step: usize) -> impl Iterator<Item = Range<usize>> {
+    chunks(range.len(), step).map(move |(_, piece)| range.start + piece.start..range.start + piece.end)
 }
 
 /// Waits for all that was submitted to `stream`, where that can not be left to an event.

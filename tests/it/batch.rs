@@ -46,7 +46,7 @@ pub(crate) fn expected(total: usize, before: u8, parts: &[(usize, &[u8])]) -> Ve
 }
 
 /// Brings pieces of `len` bytes to places apart from each other and back; both reports.
-fn there_and_back(gpu: &Gpu, device: &Device, pieces: usize, len: usize) -> Result<[BatchReport; 2], Error> {
+pub(crate) fn there_and_back(gpu: &Gpu, device: &Device, pieces: usize, len: usize) -> Result<[BatchReport; 2], Error> {
     let bytes = pattern(pieces * len, 5);
     let parts = apart(&bytes, len);
     let mut target = filled(gpu, 2 * pieces * len, 7);
@@ -141,7 +141,8 @@ fn ten_thousand_scattered_pieces_take_a_call_for_a_round_of_them() {
     }
     if let Some(sim) = &gpu.sim {
         assert!(up.calls <= 20 && down.calls <= 20, "{up:?} {down:?}");
-        assert_eq!(sim.count("cuMemcpyBatchAsync") as u64, up.calls + down.calls);
+        assert_eq!(sim.count("cuLaunchKernel") as u64, up.calls);
+        assert_eq!(sim.count("cuMemcpyBatchAsync") as u64, down.calls);
         assert_eq!(sim.evidence().copied_h2d_pageable, 2 * 40_960_000, "the test's own");
     }
     drain(&gpu.device);
@@ -208,6 +209,7 @@ fn only_neighbours_of_one_allocation_are_copied_together() {
 /// R34: a driver that lacks the call, or has it and refuses it.
 #[test]
 fn without_the_batch_call_single_copies_do() {
+    // More than a kernel is loaded for.
     const PIECES: u64 = 700;
     let single = |gpu: Gpu| {
         let reports = there_and_back(&gpu, &gpu.device, PIECES as usize, 4 * KIB).unwrap();
@@ -224,9 +226,11 @@ fn without_the_batch_call_single_copies_do() {
         let Some(sim) = unseen(H200) else { return };
         drop(sim);
         let old = builder(H200).driver_version(12_060).build().unwrap();
+        old.fail_always("cuModuleLoadData", 222);
         single(on_with(old, stream));
         let refuses = builder(H200).build().unwrap();
         refuses.fail_always("cuMemcpyBatchAsync", 801);
+        refuses.fail_always("cuModuleLoadData", 222);
         single(on_with(refuses, stream));
         let silent = builder(H200).build().unwrap();
         silent.fail_always("cuGetProcAddress", 1);
@@ -237,22 +241,22 @@ fn without_the_batch_call_single_copies_do() {
 /// R34: the batch call refuses default streams. Work before and after on them keeps its order.
 #[test]
 fn on_a_default_stream_batches_are_in_its_order() {
-    const PIECES: usize = 100;
-    for per_thread in [false, true] {
+    // Few, and as many as go by a kernel.
+    for (pieces, per_thread) in [(100, false), (100, true), (400, false), (400, true)] {
         let gpu = Gpu::on_stream(
             H200,
             |context| {
                 if per_thread { context.per_thread_stream() } else { context.default_stream() }
             },
         );
-        let [up, down] = there_and_back(&gpu, &gpu.device, PIECES, 4 * KIB).unwrap();
+        let [up, down] = there_and_back(&gpu, &gpu.device, pieces, 4 * KIB).unwrap();
         if gpu.sim.is_some() {
             assert_eq!((up.calls, down.calls), (1, 1));
         }
         drain(&gpu.device);
         // A fill before, which is held, and one behind.
-        let (bytes, kernels) = (pattern(PIECES * KIB, 3), gpu.kernels());
-        let mut tensor = gpu.device.tensor().strategy(Strategy::Streamed).zeros::<u8>([2 * PIECES * KIB]).unwrap();
+        let (bytes, kernels) = (pattern(pieces * KIB, 3), gpu.kernels());
+        let mut tensor = gpu.device.tensor().strategy(Strategy::Streamed).zeros::<u8>([2 * pieces * KIB]).unwrap();
         drop(tensor.device_mut(&gpu.stream).unwrap());
         gpu.stream.synchronize().unwrap();
         let gate = gpu.gate(&gpu.stream);
@@ -264,7 +268,7 @@ fn on_a_default_stream_batches_are_in_its_order() {
         kernels.xor(&gpu.stream, &mut guard);
         gate.open();
         drop(guard);
-        let mut expected = expected(2 * PIECES * KIB, 9, &apart(&bytes, KIB));
+        let mut expected = expected(2 * pieces * KIB, 9, &apart(&bytes, KIB));
         xor_on_host(&mut expected);
         assert!(*tensor.host().unwrap() == expected);
         drop((tensor, kernels));

@@ -25,6 +25,7 @@ mod pool;
 mod pool_waits;
 mod registration;
 mod rows;
+mod scatter;
 mod shapes;
 mod slices;
 mod soundness;

@@ -477,7 +477,7 @@ fn a_tensor_is_no_alias_of_what_it_was_copied_from() {
 }
 
 /// A Jetson before I/O coherency: the device sees the host's writes to mapped memory at a synchronisation.
-const OLD_JETSON: &str = r#"
+pub(crate) const OLD_JETSON: &str = r#"
 [platform.old.attributes]
 integrated = 1
 can_map_host_memory = 1

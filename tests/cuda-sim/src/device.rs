@@ -29,6 +29,8 @@ pub(crate) struct Device {
     pinned_pool: Pool,
     managed_pool: Pool,
     pub(crate) primary: Option<u64>,
+    /// The handle of the primary context, from the first one on.
+    pub(crate) primary_handle: Option<u64>,
     pub(crate) primary_refs: usize,
     pub(crate) primary_flags: u32,
     pub(crate) default_pool: u64,
@@ -64,6 +66,7 @@ impl Device {
             pinned_pool: Pool::paged(),
             managed_pool: Pool::paged(),
             primary: None,
+            primary_handle: None,
             primary_refs: 0,
             primary_flags: 0,
             default_pool: 0,

@@ -98,7 +98,7 @@ impl Evidence {
     }
 }
 
-/// What is alive in one context.
+/// What is alive in one context, but for its modules: those end with it, and many programs leave it to that.
 pub(crate) fn live(st: &State, ctx: u64) -> Vec<String> {
     let mut found = Vec::new();
     for alloc in st.memory.all().filter(|alloc| alloc.ctx == ctx) {
@@ -113,7 +113,6 @@ pub(crate) fn live(st: &State, ctx: u64) -> Vec<String> {
     for (handle, _) in st.events.iter().filter(|(_, event)| event.ctx == ctx) {
         found.push(format!("event {handle:#x}"));
     }
-    found.extend(st.modules.live(ctx));
     found.sort();
     found
 }
@@ -124,6 +123,7 @@ pub(crate) fn leaks(st: &State, device: usize) -> Vec<String> {
     for (handle, _) in st.contexts.iter().filter(|(_, context)| context.device == device) {
         found.push(format!("context {handle:#x}"));
         found.extend(live(st, *handle));
+        found.extend(st.modules.live(*handle));
     }
     found
 }

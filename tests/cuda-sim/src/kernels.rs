@@ -289,7 +289,7 @@ impl Registry {
     /// With the built-in kernels.
     #[must_use]
     pub fn with_builtins() -> Self {
-        let known = BUILTINS.iter().map(|(name, kernel)| ((*name).to_owned(), *kernel));
+        let known = BUILTINS.iter().chain([&builtin::SCATTER]).map(|(name, kernel)| ((*name).to_owned(), *kernel));
         Self { kernels: RwLock::new(known.collect()) }
     }
 

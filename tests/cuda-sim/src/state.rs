@@ -126,11 +126,13 @@ impl State {
         self.events.get(&event).ok_or(INVALID_HANDLE)
     }
 
-    /// Makes a context on a device.
+    /// Makes a context, with an id of its own. A device's primary context has the same handle whenever it is made.
     pub(crate) fn add_context(&mut self, device: usize, primary: bool, flags: u32) -> Res<u64> {
-        let handle = self.handle();
+        let id = self.handle();
+        let handle = if primary { *self.device(device)?.primary_handle.get_or_insert(id) } else { id };
         self.device(device)?;
         let context = Context {
+            id,
             device,
             primary,
             flags,
@@ -181,6 +183,8 @@ impl State {
 /// A context.
 #[derive(Debug)]
 pub(crate) struct Context {
+    /// What no other context gets, also after this one's end.
+    pub(crate) id: u64,
     pub(crate) device: usize,
     pub(crate) primary: bool,
     pub(crate) flags: u32,

@@ -91,3 +91,25 @@ fn kernels_reach_pinned_but_not_pageable_memory() {
         assert_eq!(vector, vec![if pageable { 6 } else { 3 }; 100]);
     }
 }
+
+/// A primary context that is made again has the handle of the one before, and another id; modules end with their context.
+#[test]
+fn a_primary_context_made_again_is_another_one() {
+    let sim = device(H200).unwrap();
+    let mut lives = Vec::new();
+    for _ in 0..2 {
+        let ctx = CudaContext::new(sim.ordinal()).unwrap();
+        let (mut module, mut id) = (std::ptr::null_mut(), 0);
+        let text = format!("{MINE}\0");
+        // SAFETY: a live context, valid places for the answers, and a text that ends with a NUL.
+        unsafe {
+            ok(sys::cuCtxGetId(ctx.cu_ctx(), &raw mut id));
+            ok(sys::cuModuleLoadData(&raw mut module, text.as_ptr().cast()));
+        }
+        lives.push((ctx.cu_ctx(), id));
+        assert!(sim.leaks().iter().any(|leak| leak.starts_with("module")));
+    }
+    assert_eq!(lives[0].0, lives[1].0);
+    assert_ne!(lives[0].1, lives[1].1);
+    assert_eq!(sim.leaks(), Vec::<String>::new());
+}

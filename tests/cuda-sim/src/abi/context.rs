@@ -106,8 +106,7 @@ export! {
     fn cuCtxGetId(call, ctx: u64, id: Out<u64>) {
         call.anywhere(|st| {
             let ctx = if ctx == 0 { state::current() } else { ctx };
-            st.context(ctx)?;
-            id.set(ctx)
+            id.set(st.context(ctx)?.id)
         })
     }
 

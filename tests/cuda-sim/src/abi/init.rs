@@ -84,8 +84,10 @@ fn driver_version(st: &State) -> i32 {
 }
 
 /// Functions that not every driver has: the CUDA version that brought a signature, and the symbol that has it.
-const DATED: &[(&str, &[(i32, &str)])] =
-    &[("cuMemcpyBatchAsync", &[(13_000, "cuMemcpyBatchAsync_v2"), (BATCHES_FROM, "cuMemcpyBatchAsync")])];
+const DATED: &[(&str, &[(i32, &str)])] = &[
+    ("cuCtxGetId", &[(12_000, "cuCtxGetId")]),
+    ("cuMemcpyBatchAsync", &[(13_000, "cuMemcpyBatchAsync_v2"), (BATCHES_FROM, "cuMemcpyBatchAsync")]),
+];
 
 /// The CUDA version that brought `cuMemcpyBatchAsync`.
 pub(super) const BATCHES_FROM: i32 = 12_080;

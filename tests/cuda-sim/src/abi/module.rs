@@ -25,18 +25,18 @@ struct Config {
 
 export! {
     fn cuModuleLoad(call, module: Out<u64>, path: Text) {
-        call.ctx(|st, here| {
+        call.not_in_capture().ctx(|st, here| {
             let image = fs::read_to_string(path.get()?).map_err(|_| FILE_NOT_FOUND)?;
             load(st, here, module, &image)
         })
     }
 
     fn cuModuleLoadData(call, module: Out<u64>, image: Text) {
-        call.ctx(|st, here| load(st, here, module, &image.get()?))
+        call.not_in_capture().ctx(|st, here| load(st, here, module, &image.get()?))
     }
 
     fn cuModuleLoadDataEx(call, module: Out<u64>, image: Text, _count: u32, _options: In<u32>, _values: In<u64>) {
-        call.ctx(|st, here| load(st, here, module, &image.get()?))
+        call.not_in_capture().ctx(|st, here| load(st, here, module, &image.get()?))
     }
 
     fn cuModuleLoadFatBinary(call, _module: Out<u64>, _image: In<c_void>) {
@@ -44,7 +44,7 @@ export! {
     }
 
     fn cuModuleUnload(call, module: u64) {
-        call.ctx(|st, _| st.modules.unload(module))
+        call.not_in_capture().ctx(|st, _| st.modules.unload(module))
     }
 
     fn cuModuleGetFunction(call, function: Out<u64>, module: u64, name: Text) {

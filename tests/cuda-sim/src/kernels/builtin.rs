@@ -1,4 +1,5 @@
-//! The kernels that every test may use. `kernels/kernels.cu` holds the same for a real GPU.
+//! The kernels that every test may use. `kernels/kernels.cu` holds the same for a real GPU. One more belongs to the crate
+//! `transfer-tensor`, which brings its own module.
 
 use std::time::Duration;
 
@@ -13,6 +14,9 @@ pub const BUILTINS: &[(&str, KernelFn)] = &[
     ("spin_until", spin_until),
     ("oob", oob),
 ];
+
+/// The kernel of `transfer-tensor`'s batches, by the name of its entry.
+pub(super) const SCATTER: (&str, KernelFn) = ("transfer_tensor_scatter", scatter);
 
 /// What `xor_index_u8` applies to byte `i`: the low byte of splitmix64's mix of `i`,
 ///
@@ -89,6 +93,20 @@ fn read_flag(launch: &Launch<'_>, flag: u64) -> Result<u32, super::Fault> {
     // SAFETY: `bytes` answered for these four aligned bytes. Volatile, as in the CUDA source:
     // the host writes the flag while this reads it.
     Ok(unsafe { place.read_volatile() })
+}
+
+crate::kernel! {
+    /// `transfer_tensor_scatter(packed: u64, places: u64, count: u32)`: brings runs of packed bytes to their places. Each of those
+    /// is 16 bytes: a u64 address, the run's u32 offset in the packed bytes, its u32 length.
+    fn scatter(launch) {
+        let (packed, places) = (launch.arg::<u64>(0)?, launch.arg::<u64>(1)?);
+        let count = usize::try_from(launch.arg::<u32>(2)?).map_err(|_| super::Fault::LaunchFailed)?;
+        for place in launch.slice::<u64>(places, 2 * count)?.to_vec().chunks_exact(2) {
+            let (target, run) = (place[0], place[1].to_le());
+            launch.copy(target, packed.wrapping_add(run & 0xFFFF_FFFF), (run >> 32) as usize)?;
+        }
+        Ok(())
+    }
 }
 
 crate::kernel! {

@@ -106,6 +106,29 @@ fn built_in_kernels_compute() {
 }
 
 #[test]
+fn runs_of_packed_bytes_are_brought_to_their_places() {
+    let mut device = Device::new(16);
+    device.bytes()[..16].copy_from_slice(&std::array::from_fn::<u8, 16, _>(|i| i as u8));
+    // Three bytes from 1 on, five from 9 on, and none.
+    for (i, (target, offset, bytes)) in [(BASE + 99, 1u32, 3u32), (BASE + 111, 9, 5), (0, 0, 0)].into_iter().enumerate()
+    {
+        let place = [&target.to_le_bytes()[..], &offset.to_le_bytes(), &bytes.to_le_bytes()].concat();
+        device.bytes()[16 + 16 * i..][..16].copy_from_slice(&place);
+    }
+    let n = |n: u64| n.to_ne_bytes();
+    let scatter = named("transfer_tensor_scatter");
+    assert_eq!(device.launch(scatter, &[&n(BASE), &n(BASE + 16), &3u32.to_ne_bytes()]), 0);
+    assert_eq!(device.bytes()[98..103], [0, 1, 2, 3, 0]);
+    assert_eq!(device.bytes()[110..117], [0, 9, 10, 11, 12, 13, 0]);
+    assert_eq!(device.launch(scatter, &[&n(BASE + 8), &n(BASE + 16), &1u32.to_ne_bytes()]), 0);
+    assert_eq!(device.bytes()[99..102], [9, 10, 11]);
+    assert_eq!(device.launch(scatter, &[&n(BASE + 120), &n(BASE + 32), &1u32.to_ne_bytes()]), 700, "packed bytes");
+    assert_eq!(device.launch(scatter, &[&n(BASE), &n(BASE + 120), &1u32.to_ne_bytes()]), 700, "places");
+    device.bytes()[16..24].copy_from_slice(&(BASE + 126).to_le_bytes());
+    assert_eq!(device.launch(scatter, &[&n(BASE), &n(BASE + 16), &1u32.to_ne_bytes()]), 700, "a target");
+}
+
+#[test]
 fn faults_are_reported_and_stay_inside() {
     crate::kernel! { fn panics(_launch) { panic!("a kernel's own panic, caught") } }
     let mut device = Device::new(1);
