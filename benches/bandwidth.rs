@@ -1,15 +1,17 @@
 //! Copies of every kind of host memory, at every size, both ways.
 //!
-//!     cargo bench --bench bandwidth -- [--quick] [--json FILE] [--only WORD] [--sweep]
+//!     cargo bench --bench bandwidth -- [--quick] [--json FILE] [--only WORD] [--sweep] [--cpu]
 //!
 //! *raw* is the driver's copy of page-locked memory (`cuMemcpy…Async` and a wait) of the same size in the same rounds, the
 //! ceiling of the link; *peer* is what the driver itself, or cudarc, does with the same host memory. Medians of interleaved
 //! rounds. Without a GPU the simulated H200, GH200 and Spark run, by their own clocks. `--sweep` tries pieces and threads of
-//! staged copies instead.
+//! staged copies instead; `--cpu` tells the process's CPU time, in percent of one core, while copies run for ten seconds (*raw*:
+//! what copying the bytes itself takes, where the CPU does that) and after them.
 
 mod common;
 
 use std::ffi::c_void;
+use std::time::{Duration, Instant};
 
 use common::{Args, Bench, Raw, Row, check, human, medians, print, write};
 use transfer_tensor::cudarc::driver::{CudaSlice, sys};
@@ -29,13 +31,18 @@ fn rounds(bytes: usize, quick: bool) -> usize {
 }
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let args = Args::read(&["--sweep"], &["--only"])?;
+    let args = Args::read(&["--sweep", "--cpu"], &["--only"])?;
     let first = Bench::open("x86_h200_sxm_gen5")?;
     let simulated = first.sim.is_some();
     let mut rows = Vec::new();
     if args.has("--sweep") {
         first.announce();
         sweep(&first, &args, &mut rows)?;
+        return write(&args, &rows);
+    }
+    if args.has("--cpu") {
+        first.announce();
+        cpu(&first, &args, &mut rows)?;
         return write(&args, &rows);
     }
     let mut benches = vec![first];
@@ -338,4 +345,106 @@ fn sweep(bench: &Bench, args: &Args, rows: &mut Vec<Row>) -> Outcome {
         }
     }
     Ok(())
+}
+
+/// What the process computes while it copies, and after.
+fn cpu(bench: &Bench, args: &Args, rows: &mut Vec<Row>) -> Outcome {
+    if bench.sim.is_some() {
+        println!("the simulated driver copies with this CPU: there is nothing to tell without a GPU");
+        return Ok(());
+    }
+    let long = Duration::from_secs(if args.quick { 1 } else { 10 });
+    let stream = &bench.stream;
+    let mut add = |case: &str, bytes: usize, ours: f64, raw: Option<f64>| {
+        let row = Row {
+            case: case.into(),
+            bytes,
+            ours: 100.0 * ours,
+            raw: raw.map(|raw| 100.0 * raw),
+            peer: None,
+            ratio: raw.map(|raw| raw / ours),
+            unit: "% of a core",
+            clock: bench.clock(),
+        };
+        print(&row);
+        rows.push(row);
+    };
+    for bytes in [16 << 20, 256 << 20] {
+        let tensor: TransferTensor<u8> = bench.device.tensor().strategy(Strategy::Streamed).zeros(bytes)?;
+        let mut kept = Some(tensor);
+        let mut up = || {
+            kept.iter_mut().for_each(|tensor| drop(tensor.host_mut().expect("the host's bytes")));
+            let ticket = kept.take().map(|tensor: TransferTensor<u8>| tensor.to_device().expect("a ticket"));
+            kept = ticket.map(|ticket| ticket.wait().expect("a copy"));
+        };
+        add("CPU, pinned copies up, waited for", bytes, busy(long, &mut up), None);
+    }
+    let bytes = 1 << 30;
+    let (source, mut target) = (vec![0x5au8; bytes], vec![1u8; bytes]);
+    let mut slice: CudaSlice<u8> = stream.alloc_zeros(bytes)?;
+    // The same bytes by the same number of threads, without a device.
+    let copying = |target: &mut [u8]| {
+        let threads = bench.device.tuning().threads;
+        let part = bytes.div_ceil(threads);
+        std::thread::scope(|scope| {
+            for (from, to) in source.chunks(part).zip(target.chunks_mut(part)) {
+                scope.spawn(move || {
+                    from.chunks(4 << 20).zip(to.chunks_mut(4 << 20)).for_each(|(a, b)| b.copy_from_slice(a))
+                });
+            }
+        });
+    };
+    let (start, before) = (Instant::now(), cpu_time());
+    let mut count = 0u32;
+    while start.elapsed() < long / 10 {
+        copying(&mut target);
+        count += 1;
+    }
+    let each = (cpu_time() - before).as_secs_f64() / f64::from(count);
+    let mut copies = 0u32;
+    let start = Instant::now();
+    let mut up = || {
+        device_upload(bench, &source, &mut slice);
+        copies += 1;
+    };
+    let ours = busy(long, &mut up);
+    let raw = each * f64::from(copies) / start.elapsed().as_secs_f64();
+    add("CPU, pageable copies up", bytes, ours, Some(raw));
+    let mut copies = 0u32;
+    let start = Instant::now();
+    let mut down = || {
+        bench.device.download(stream, &slice, &mut target).expect("a download");
+        copies += 1;
+    };
+    let ours = busy(long, &mut down);
+    let raw = each * f64::from(copies) / start.elapsed().as_secs_f64();
+    add("CPU, pageable copies down", bytes, ours, Some(raw));
+    add("CPU, idle after them", 0, busy(long, &mut || std::thread::sleep(long / 10)), None);
+    Ok(())
+}
+
+fn device_upload(bench: &Bench, source: &[u8], slice: &mut CudaSlice<u8>) {
+    bench.device.upload(&bench.stream, source, slice).expect("an upload");
+}
+
+/// The CPU time of this process over the time that passed, while `run` is called again and again.
+fn busy(long: Duration, run: &mut dyn FnMut()) -> f64 {
+    let (start, before) = (Instant::now(), cpu_time());
+    while start.elapsed() < long {
+        run();
+    }
+    (cpu_time() - before).as_secs_f64() / start.elapsed().as_secs_f64()
+}
+
+/// What all threads of this process have computed.
+fn cpu_time() -> Duration {
+    #[cfg(target_os = "linux")]
+    {
+        let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+        // SAFETY: the call writes one time.
+        assert_eq!(unsafe { libc::clock_gettime(libc::CLOCK_PROCESS_CPUTIME_ID, &mut time) }, 0);
+        Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
+    }
+    #[cfg(not(target_os = "linux"))]
+    Duration::ZERO
 }

@@ -247,13 +247,17 @@ mod tests {
     fn no_helper_begins_beyond_the_limit() {
         let workers = Arc::new(Workers::new(3));
         let (inside, most) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
+        let late = Arc::new(AtomicUsize::new(0));
         std::thread::scope(|scope| {
             for _ in 0..2 {
-                let (workers, inside, most) = (&workers, inside.clone(), most.clone());
+                let (workers, inside, most, late) = (&workers, inside.clone(), most.clone(), late.clone());
                 scope.spawn(move || {
                     for _ in 0..50 {
                         let (next, at, peak) = (AtomicUsize::new(0), inside.clone(), most.clone());
+                        let (returned, late) = (Arc::new(AtomicUsize::new(0)), late.clone());
+                        let over = returned.clone();
                         let share = move || {
+                            late.fetch_add(over.load(Ordering::SeqCst), Ordering::SeqCst);
                             while next.fetch_add(1, Ordering::SeqCst) < 20 {
                                 peak.fetch_max(at.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
                                 std::thread::yield_now();
@@ -261,6 +265,7 @@ mod tests {
                             }
                         };
                         workers.run(8, Box::new(share));
+                        returned.store(1, Ordering::SeqCst);
                     }
                 });
             }
@@ -272,6 +277,7 @@ mod tests {
             std::thread::yield_now();
         }
         assert_eq!(workers.state.lock().short.len(), 0);
+        assert_eq!(late.load(Ordering::SeqCst), 0, "begun when it was over");
     }
 }
 

@@ -79,7 +79,14 @@ fn a_per_thread_stream_means_the_callers() {
         let gate = gpu.gate(&gpu.stream);
         kernels.fill(&gpu.stream, &mut tensor.device_mut(&gpu.stream).unwrap(), 9);
         let slice = tensor.into_cuda_slice().unwrap();
+        gpu.sim.iter().for_each(|sim| sim.clear_calls());
         let copying = gpu.device.download_owned(&gpu.stream, slice).unwrap();
+        if let Some(sim) = &gpu.sim {
+            // The copy is on its way, if too early, before the gate opens.
+            while !sim.calls().iter().any(|call| call.name.starts_with("cuMemcpyDtoHAsync")) {
+                std::thread::yield_now();
+            }
+        }
         gate.open();
         let (values, slice) = copying.wait().unwrap();
         assert_eq!(values, [9; 50_000]);
