@@ -202,6 +202,8 @@ struct Case {
     bytes: usize,
 }
 
+const DRIVER: &str = "driver";
+
 /// One way to hand the bytes over, with its memory.
 enum Way {
     /// By a tensor, with a strategy and backing of this name.
@@ -231,7 +233,7 @@ impl Way {
     fn name(&self) -> &str {
         match self {
             Self::Tensor { name, .. } => name,
-            Self::Raw(_) => "driver",
+            Self::Raw(_) => DRIVER,
         }
     }
 
@@ -318,6 +320,34 @@ impl Drop for Raw {
 struct Outcome {
     chosen: (String, f64),
     best: (String, f64),
+    /// The best of the ways that the plan allowed, if there are others.
+    allowed: Option<f64>,
+}
+
+/// Cases in which the planned way is as good as the best of others, and the case where it is farthest off.
+#[derive(Default)]
+struct Count {
+    good: usize,
+    all: usize,
+    worst: (f64, String),
+}
+
+impl Count {
+    fn add(&mut self, ours: f64, best: f64, case: &str) {
+        self.all += 1;
+        if ours <= best * 1.05 || ours <= best + 2e-6 {
+            self.good += 1;
+        } else if ours / best - 1.0 > self.worst.0 {
+            self.worst = (ours / best - 1.0, case.to_owned());
+        }
+    }
+
+    fn print(&self, others: &str) {
+        println!("within 5 % or 2 µs of {others}: {} of {}", self.good, self.all);
+        if self.worst.0 > 0.0 {
+            println!("    farthest off: {:.1} %, {}", self.worst.0 * 100.0, self.worst.1);
+        }
+    }
 }
 
 fn run(bench: &Bench, case: Case, rounds: usize) -> Result<Outcome, Failure> {
@@ -339,9 +369,11 @@ fn run(bench: &Bench, case: Case, rounds: usize) -> Result<Outcome, Failure> {
     }
     let mut named = ways.iter().zip(times).map(|(way, times)| (way.name().to_owned(), median(times)));
     let chosen = named.next().ok_or("no way")?;
-    let best = named.min_by(|a, b| a.1.total_cmp(&b.1)).ok_or("no other way")?;
+    let others: Vec<_> = named.collect();
+    let allowed = others.iter().filter(|(name, _)| name != DRIVER).map(|(_, time)| *time).min_by(f64::total_cmp);
+    let best = others.into_iter().min_by(|a, b| a.1.total_cmp(&b.1)).ok_or("no other way")?;
     bench.device.drain(std::time::Duration::from_secs(60))?;
-    Ok(Outcome { chosen, best })
+    Ok(Outcome { chosen, best, allowed })
 }
 
 fn main() -> Result<(), Failure> {
@@ -353,7 +385,7 @@ fn main() -> Result<(), Failure> {
         cuda_sim::register_kernel("touch_write", touch_write)?;
     }
     let machines: Vec<_> = if real { vec![None] } else { MACHINES.map(Some).to_vec() };
-    let (mut rows, mut good, mut worst) = (Vec::new(), 0, (0.0, String::new()));
+    let (mut rows, mut by_all, mut by_allowed) = (Vec::new(), Count::default(), Count::default());
     for machine in machines {
         let bench = Bench::open(machine, calibrated)?;
         bench.announce();
@@ -379,28 +411,24 @@ fn main() -> Result<(), Failure> {
                             1_048_577..=16_777_216 => 51,
                             _ => 7,
                         };
-                        let Outcome { chosen, best } = run(&bench, case, rounds)?;
+                        let Outcome { chosen, best, allowed } = run(&bench, case, rounds)?;
                         let prefix = machine.map_or(String::new(), |machine| format!("{machine} "));
                         let name = format!("{direction} {source} x{touches}");
                         let (ours, raw) = (chosen.1, best.1);
                         let row = Row::of_seconds(&bench, prefix.clone() + &name, bytes, ours, Some(raw), None);
                         print(&row);
                         println!("    planned {}, best other {}", chosen.0, best.0);
-                        if ours <= raw * 1.05 || ours <= raw + 2e-6 {
-                            good += 1;
-                        }
-                        if ours / raw - 1.0 > worst.0 && ours > raw + 2e-6 {
-                            worst = (ours / raw - 1.0, format!("{prefix}{name}, {bytes} bytes"));
-                        }
+                        let case = format!("{prefix}{name}, {bytes} bytes");
+                        by_all.add(ours, raw, &case);
+                        // Where there is no other, it is the best.
+                        by_allowed.add(ours, allowed.unwrap_or(ours), &case);
                         rows.push(row);
                     }
                 }
             }
         }
     }
-    println!("within 5 % or 2 µs of the best other way: {good} of {}", rows.len());
-    if worst.0 > 0.0 {
-        println!("farthest off: {:.1} %, {}", worst.0 * 100.0, worst.1);
-    }
+    by_allowed.print("the best way that the plan allowed");
+    by_all.print("the best of these and the driver's own copy");
     common::write(&args, &rows)
 }
