@@ -126,6 +126,24 @@ fn pageable(bench: &Bench, raw: &Raw, rounds: usize, add: &mut dyn FnMut(Row)) -
     );
     add(Row::of_seconds(bench, "h2d pageable", bytes, ours, Some(raw_up), Some(driver)));
     add(Row::of_seconds(bench, "h2d pageable, cudarc", bytes, ours, Some(raw_up), Some(cudarc)));
+    if bytes >= 1 << 20 {
+        // Between the driver's copies, which one thread does, the others fall asleep and their cores slow down.
+        let [ours, raw_up] = medians(
+            bench,
+            rounds,
+            [
+                &mut || {
+                    device.upload(stream, &source, &mut slice).expect("an upload");
+                    bench.sync();
+                },
+                &mut || {
+                    raw.up(bench);
+                    bench.sync();
+                },
+            ],
+        );
+        add(Row::of_seconds(bench, "h2d pageable, back to back", bytes, ours, Some(raw_up), None));
+    }
     let [ours, raw_down, driver, cudarc] = medians(
         bench,
         rounds,

@@ -11,7 +11,7 @@ use crate::complete::{Background, Waiter, free_later};
 use crate::driver::context::cudarc_error;
 use crate::driver::pinned::Placement;
 use crate::driver::staging::Staging;
-use crate::driver::{Context, Driver, Pending};
+use crate::driver::{Context, Driver, Event, Pending};
 use crate::error::{Error, Result};
 use crate::plan::{Decision, Request, Tuning, plan};
 use crate::platform::{Detector, MemoryFigures, MemoryModel, Platform};
@@ -43,6 +43,8 @@ struct Inner {
     stream: Arc<CudaStream>,
     platform: Platform,
     memory: MemoryFigures,
+    /// What a link's peak is, one way, in GB/s; infinite where nothing is known.
+    most_gbs: f64,
     /// What the caller said, which nothing that is measured replaces.
     forced: Option<Tuning>,
     built_in: Tuning,
@@ -121,6 +123,7 @@ impl DeviceBuilder<'_> {
             staging,
             context,
             stream: self.stream.clone(),
+            most_gbs: platform.ceiling().gbs,
             platform,
             memory,
             forced: self.tuning,
@@ -260,6 +263,13 @@ impl Device {
 
     pub(crate) fn context(&self) -> &Arc<Context> {
         &self.0.context
+    }
+
+    /// Tells an event recorded behind a copy how long that takes: at least as long as the link's peak lets it, and `seconds` by the
+    /// figures. (On simulated machines a copy may be done at once.)
+    pub(crate) fn expecting_copy(&self, event: Event, bytes: usize, seconds: f64) -> Event {
+        let duration = |seconds: f64| Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX);
+        event.expecting(duration(bytes as f64 / self.0.most_gbs * 1e-9), duration(seconds))
     }
 
     /// How it makes page-locked memory.

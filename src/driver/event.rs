@@ -14,8 +14,11 @@ use crate::error::Result;
 /// How long a wait asks again and again before it begins to sleep between two questions.
 const POLL: Duration = Duration::from_micros(30);
 
-/// A copy that should take no longer than this is asked for until it is due.
-const POLL_COPY: Duration = Duration::from_micros(500);
+/// What is known to be short is asked for so long.
+const POLL_SHORT: Duration = Duration::from_micros(500);
+
+/// So long before a copy should be done its wait is awake again: a sleep takes some 60 µs more than it should.
+const EARLY: Duration = Duration::from_micros(120);
 
 /// The sleeps: a 64th of what the wait took so far, so that it ends at most that much late, within these bounds.
 const SLEEP: std::ops::RangeInclusive<Duration> = Duration::from_micros(20)..=Duration::from_millis(1);
@@ -25,7 +28,9 @@ const SLEEP: std::ops::RangeInclusive<Duration> = Duration::from_micros(20)..=Du
 pub(crate) struct Event {
     raw: Option<RawEvent>,
     context: Arc<Context>,
-    /// How long a wait asks before it sleeps.
+    /// Before this it can not have passed: no link is as fast.
+    not_before: Option<Instant>,
+    /// How long a wait asks, from then on, before it sleeps.
     poll: Duration,
 }
 
@@ -34,15 +39,16 @@ impl Event {
     pub(crate) fn record(context: &Arc<Context>, stream: &Stream) -> Result<Event> {
         let raw = context.take_event()?;
         // From here on `event` gives the handle back; a handle whose record failed may be recorded again.
-        let event = Event { raw: Some(raw), context: context.clone(), poll: POLL };
+        let event = Event { raw: Some(raw), context: context.clone(), not_before: None, poll: POLL };
         // SAFETY: the event and the stream belong to the current context.
         check("cuEventRecord", unsafe { sys::cuEventRecord(event.handle(), stream.handle()) })?;
         Ok(event)
     }
 
-    /// Says that what lies before it should take `expected` from now.
-    pub(crate) fn expecting(mut self, expected: Duration) -> Event {
-        if expected <= POLL_COPY {
+    /// Says that what lies before it is a copy, which takes `least` from now and should take `expected`.
+    pub(crate) fn expecting(mut self, least: Duration, expected: Duration) -> Event {
+        self.not_before = least.checked_sub(EARLY).and_then(|early| Instant::now().checked_add(early));
+        if expected <= POLL_SHORT {
             self.poll = POLL + expected * 5 / 4;
         }
         self
@@ -75,12 +81,15 @@ impl Event {
     /// # Errors
     /// The context faulted.
     pub(crate) fn wait(&self) -> Result<()> {
+        if let Some(left) = self.not_before.and_then(|early| early.checked_duration_since(Instant::now())) {
+            std::thread::sleep(left);
+        }
         self.wait_polling(self.poll)
     }
 
     /// As [`wait`](Event::wait), for what is known to be short: does not sleep for half a millisecond.
     pub(crate) fn wait_awake(&self) -> Result<()> {
-        self.wait_polling(POLL_COPY)
+        self.wait_polling(POLL_SHORT)
     }
 
     fn wait_polling(&self, poll: Duration) -> Result<()> {

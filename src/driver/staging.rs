@@ -27,6 +27,9 @@ use crate::pool::{PinnedBuffer, PinnedPool};
 /// The threads of a copy up to this size wait for the link awake: a sleep takes longer than a piece of it.
 const AWAKE: usize = 64 << 20;
 
+/// From this size on more threads fill slots: memory, not waking them, is what takes the time then.
+const LARGE: usize = 128 << 20;
+
 /// The parts of a copy by one thread: while one travels the next is filled.
 const SUB_PIECE: usize = 128 << 10;
 
@@ -159,7 +162,7 @@ impl Staging {
         }
         // SAFETY: `share` returns when no thread is in the copy any more.
         let work = unsafe { Up { parts: Lent::new(parts), source: Lent::source(source) } };
-        let threads = if source.is_slow() { tuning.busy_threads } else { tuning.threads };
+        let threads = if source.is_slow() || bytes >= LARGE { tuning.busy_threads } else { tuning.threads };
         let blocks = Blocks::new(bytes, tuning, threads, STAGED_PIECE);
         if self.share(blocks, Way::Up, stream, bytes <= AWAKE, Box::new(work))? {
             return Ok(());

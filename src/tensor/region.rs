@@ -37,16 +37,29 @@ unsafe impl Sync for Region {}
 /// Uses that were submitted to one stream and wait for the event that closes them all: one event costs the GPU about a
 /// microsecond. Dropped unclosed, they stay open, which is sound: who comes next waits for the whole stream.
 #[derive(Debug, Default)]
-pub(crate) struct Submitted(Vec<(Arc<Region>, UseId)>);
+pub(crate) struct Submitted {
+    uses: Vec<(Arc<Region>, UseId)>,
+    in_flight: usize,
+}
 
 impl Submitted {
     pub(crate) fn push(&mut self, region: &Arc<Region>, id: UseId) {
-        self.0.push((region.clone(), id));
+        self.uses.push((region.clone(), id));
+    }
+
+    /// Notes bytes that the device copies by itself now.
+    pub(crate) fn copies(&mut self, bytes: usize) {
+        self.in_flight = self.in_flight.saturating_add(bytes);
+    }
+
+    /// How many bytes the device copies by itself.
+    pub(crate) fn in_flight(&self) -> usize {
+        self.in_flight
     }
 
     /// `event` lies behind all of them on their stream.
     pub(crate) fn close(&mut self, event: &Arc<Event>) {
-        for (region, id) in self.0.drain(..) {
+        for (region, id) in self.uses.drain(..) {
             region.close(id, event.clone());
         }
     }
