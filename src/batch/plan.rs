@@ -4,10 +4,7 @@
 
 use std::ops::Range;
 
-use crate::copy::STAGED_PIECE;
-use crate::copy::pieces::Blocks;
 use crate::error::{Error, Kind, Result};
-use crate::plan::Tuning;
 
 /// A piece on the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -198,12 +195,6 @@ impl Layout {
     }
 }
 
-/// In how many copies a long block is staged.
-pub(crate) fn staged(bytes: usize, tuning: &Tuning) -> u64 {
-    let blocks = Blocks::new(bytes, tuning, tuning.threads, STAGED_PIECE);
-    (0..).take_while(|&index| blocks.block(index).is_some()).count() as u64
-}
-
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
@@ -290,16 +281,6 @@ mod tests {
                 hit[address as usize..][..bytes].iter_mut().for_each(|byte| *byte += 1);
             }
             prop_assert_eq!(check_apart(&placed).is_err(), hit.iter().any(|&times| times > 1));
-        }
-    }
-
-    /// R48: 5,000 pieces of 16 KiB, on machines with few and many CPUs.
-    #[test]
-    fn a_long_block_takes_few_copies_whatever_the_machine() {
-        for cores in 1..40 {
-            let tuning = Tuning::built_in(cores);
-            let copies = staged(5000 * (16 << 10), &tuning);
-            assert!(copies <= 64, "{cores} CPUs: {copies} copies");
         }
     }
 

@@ -86,6 +86,12 @@ impl Blocks {
         (start < self.bytes).then(|| start..self.bytes.min(start.saturating_add(size)))
     }
 
+    /// How many blocks there are.
+    pub(crate) fn count(&self) -> usize {
+        let rest = self.bytes.saturating_sub(self.first + self.second).div_ceil(self.block);
+        usize::from(self.bytes > 0) + usize::from(self.bytes > self.first) + rest
+    }
+
     /// How many parts a block has.
     pub(crate) fn parts(&self, block: &Range<usize>) -> usize {
         block.len().div_ceil(self.part)
@@ -162,7 +168,7 @@ mod tests {
                 prop_assert_eq!(block.end, end);
                 index += 1;
             }
-            prop_assert_eq!(end, bytes);
+            prop_assert_eq!((end, index), (bytes, blocks.count()));
             prop_assert!(blocks.threads >= 1 && blocks.threads <= threads.max(1) && blocks.under_way() >= 4);
         }
 
@@ -197,5 +203,16 @@ mod tests {
         assert_eq!(blocks.block(usize::MAX), None);
         let last = (usize::MAX - (3 << 20)) / (4 << 20) + 2;
         assert_eq!(blocks.block(last).map(|block| block.end), Some(usize::MAX));
+        assert_eq!(blocks.count(), last + 1);
+    }
+
+    /// R48: 5,000 pieces of 16 KiB, on machines with few and many CPUs.
+    #[test]
+    fn a_long_copy_takes_few_blocks_whatever_the_machine() {
+        for cores in 1..40 {
+            let tuning = Tuning::built_in(cores);
+            let count = Blocks::new(5000 * (16 << 10), &tuning, tuning.threads, tuning.chunk).count();
+            assert!(count <= 64, "{cores} CPUs: {count} blocks");
+        }
     }
 }

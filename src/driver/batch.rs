@@ -101,6 +101,14 @@ pub(crate) struct Counted {
     pub(crate) calls: u64,
 }
 
+impl Counted {
+    /// Copies that had a call each.
+    pub(super) fn add_single(&mut self, copies: usize) {
+        self.copies += copies as u64;
+        self.calls += copies as u64;
+    }
+}
+
 impl Copies {
     /// Host memory that is `pinned`, or not.
     pub(crate) fn new(pinned: bool) -> Self {
@@ -184,9 +192,7 @@ impl Copies {
                     Way::Down => copy::device_to_host(host, device, bytes, stream)?,
                 }
             }
-            let pieces = crate::copy::chunks(bytes, crate::copy::PINNED_PIECE).count() as u64;
-            counted.copies += pieces;
-            counted.calls += pieces;
+            counted.add_single(crate::copy::chunks(bytes, crate::copy::PINNED_PIECE).count());
         }
         Ok(())
     }
@@ -235,8 +241,7 @@ impl Rectangle {
         };
         // SAFETY: the caller's.
         check("cuMemcpy2DAsync", unsafe { sys::cuMemcpy2DAsync_v2(&raw const rectangle, stream.handle()) })?;
-        counted.copies += 1;
-        counted.calls += 1;
+        counted.add_single(1);
         Ok(())
     }
 }

@@ -22,7 +22,7 @@ impl Device {
     pub(crate) unsafe fn stage_up_scattered(&self, parts: &[Part], source: &dyn Source, stream: &Stream) -> Result<()> {
         let _range = crate::trace::range(c"stage up", parts.iter().map(|part| part.source.len()).sum());
         // SAFETY: the caller's.
-        unsafe { self.staging().up(parts, source, &self.tuning(), stream) }
+        unsafe { self.staging().up(parts, source, &self.tuning(), stream).map(drop) }
     }
 
     /// As [`stage_up_scattered`](Self::stage_up_scattered), to one place.
@@ -47,7 +47,7 @@ impl Device {
     pub(crate) unsafe fn stage_down(&self, sink: &dyn Sink, source: u64, bytes: usize, stream: &Stream) -> Result<()> {
         let _range = crate::trace::range(c"stage down", bytes);
         // SAFETY: the caller's.
-        unsafe { self.staging().down(sink, None, source, bytes, &self.tuning(), stream) }
+        unsafe { self.staging().down(sink, None, source, bytes, &self.tuning(), stream).map(drop) }
     }
 
     /// Brings ordinary host memory to the device, in the order of `stream`, the way that is fastest for its size. On return
@@ -92,7 +92,7 @@ impl Device {
             // SAFETY: the caller's.
             Some(sink) => unsafe {
                 let fresh = fresh.then(|| sink.phase());
-                self.staging().down(&sink, fresh, source, bytes, &self.tuning(), stream)
+                self.staging().down(&sink, fresh, source, bytes, &self.tuning(), stream).map(drop)
             },
             None => Ok(()),
         }

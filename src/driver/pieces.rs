@@ -14,13 +14,12 @@ use super::memory::given;
 use super::scatter::{Kernel, WORTH_LOADING};
 use super::slots::{ROUND, Slots, drain};
 use super::stream::Stream;
-use crate::batch::plan::{Block, Layout, Part, Placed, check_apart, sort, staged};
+use crate::batch::plan::{Layout, Part, Placed, check_apart, sort};
 use crate::copy::pieces::Part as Whole;
 use crate::copy::{Sink, Source};
 use crate::device::Device;
 use crate::element::{Element, validate};
 use crate::error::{Error, Kind, Result};
-use crate::plan::Tuning;
 use crate::tensor::DeviceMemory;
 
 /// A block of device memory at least this long is staged by several threads, whatever pieces it comes from.
@@ -358,9 +357,10 @@ impl Transfer<'_> {
                 Part::Long(block) => {
                     let source = packed(block.packed.start);
                     let whole = [Whole { source: 0..block.packed.len(), target: block.address }];
-                    let tuning = self.staged(&block);
+                    let tuning = self.device.tuning();
                     // SAFETY: the block is borrowed device memory of that length.
-                    unsafe { self.device.staging().up(&whole, &source, &tuning, self.stream)? };
+                    let copies = unsafe { self.device.staging().up(&whole, &source, &tuning, self.stream)? };
+                    self.counted.add_single(copies);
                 }
                 Part::Packed(range) => {
                     let Self { device, stream, slots, counted } = self;
@@ -396,9 +396,10 @@ impl Transfer<'_> {
             match part {
                 Part::Long(block) => {
                     let sink = packed(block.packed.start);
-                    let (bytes, tuning) = (block.packed.len(), self.staged(&block));
+                    let (at, bytes, tuning) = (block.address, block.packed.len(), self.device.tuning());
                     // SAFETY: the block is borrowed device memory of that length.
-                    unsafe { self.device.staging().down(&sink, None, block.address, bytes, &tuning, self.stream)? };
+                    let copies = unsafe { self.device.staging().down(&sink, None, at, bytes, &tuning, self.stream)? };
+                    self.counted.add_single(copies);
                 }
                 Part::Packed(range) => {
                     let Self { device, stream, slots, counted } = self;
@@ -457,15 +458,6 @@ impl Transfer<'_> {
     fn parts(&mut self, layout: &Layout) -> Vec<Part> {
         let staged = layout.bytes() >= LONG && self.slots.pinned();
         layout.parts(if staged { LONG } else { usize::MAX })
-    }
-
-    /// How a long block is staged; its copies are counted.
-    fn staged(&mut self, block: &Block) -> Tuning {
-        let tuning = self.device.tuning();
-        let copies = staged(block.packed.len(), &tuning);
-        self.counted.copies += copies;
-        self.counted.calls += copies;
-        tuning
     }
 }
 

@@ -136,8 +136,8 @@ impl Staging {
         self.slots.lock().extend(slots);
     }
 
-    /// Copies `source`'s bytes to the device as `parts` say (ascending, disjoint), in the order of `stream`. On return the
-    /// source has been read; the device has the bytes once the stream has passed.
+    /// Copies `source`'s bytes to the device as `parts` say (ascending, disjoint), in the order of `stream`; into how many pieces
+    /// they were cut. On return the source has been read; the device has the bytes once the stream has passed.
     ///
     /// # Errors
     /// The source's own, or the driver refused a piece. What was submitted before has run when this returns; the target is
@@ -151,7 +151,7 @@ impl Staging {
         source: &dyn Source,
         tuning: &Tuning,
         stream: &Stream,
-    ) -> Result<()> {
+    ) -> Result<usize> {
         let bytes = parts.last().map_or(0, |part| part.source.end);
         // Waking others takes longer.
         if bytes <= tuning.crossover_up.min(STAGED_PIECE)
@@ -165,7 +165,7 @@ impl Staging {
         let threads = if source.is_slow() || bytes >= LARGE { tuning.busy_threads } else { tuning.threads };
         let blocks = Blocks::new(bytes, tuning, threads, STAGED_PIECE);
         if self.share(blocks, Way::Up, stream, bytes <= AWAKE, Box::new(work))? {
-            return Ok(());
+            return Ok(blocks.count());
         }
         // SAFETY: the caller's.
         unsafe { up_unpinned(parts, source, bytes, stream) }
@@ -179,7 +179,7 @@ impl Staging {
         source: &dyn Source,
         bytes: usize,
         stream: &Stream,
-    ) -> Result<()> {
+    ) -> Result<usize> {
         let step = || -> Result<()> {
             slot.wait()?;
             for (_, piece) in chunks(bytes, SUB_PIECE) {
@@ -193,10 +193,10 @@ impl Staging {
         };
         let result = caught(step);
         self.settle(result.is_ok(), stream, stream, [slot]);
-        result
+        result.map(|()| bytes.div_ceil(SUB_PIECE))
     }
 
-    /// Copies `bytes` bytes from the device to `sink`, in the order of `stream`; done when it returns. `fresh`: the sink's
+    /// Copies `bytes` bytes from the device to `sink`, in the order of `stream`, and returns as [`up`](Staging::up); done then. `fresh`: the sink's
     /// pages are not there yet, and so many bytes lie before the first huge one's boundary.
     ///
     /// # Errors
@@ -212,7 +212,7 @@ impl Staging {
         bytes: usize,
         tuning: &Tuning,
         stream: &Stream,
-    ) -> Result<()> {
+    ) -> Result<usize> {
         if bytes <= tuning.crossover_down.min(STAGED_PIECE)
             && let Some(slot) = self.take(1).pop()
         {
@@ -226,7 +226,7 @@ impl Staging {
             None => Blocks::new(bytes, tuning, tuning.threads, STAGED_PIECE),
         };
         if self.share(blocks, Way::Down, stream, bytes <= AWAKE, Box::new(work))? {
-            return Ok(());
+            return Ok(blocks.count());
         }
         // SAFETY: the caller's.
         unsafe { down_unpinned(sink, source, bytes, stream) }
@@ -239,7 +239,7 @@ impl Staging {
         source: u64,
         bytes: usize,
         stream: &Stream,
-    ) -> Result<()> {
+    ) -> Result<usize> {
         let step = || -> Result<()> {
             slot.wait()?;
             let mut arrivals = Vec::with_capacity(bytes.div_ceil(SUB_PIECE));
@@ -260,13 +260,12 @@ impl Staging {
         };
         let result = caught(step);
         self.settle(result.is_ok(), stream, stream, [slot]);
-        result
+        result.map(|()| bytes.div_ceil(SUB_PIECE))
     }
 
     /// Does a copy with several threads; whether it was done: not where nothing can be pinned.
     fn share(&self, blocks: Blocks, way: Way, stream: &Stream, awake: bool, work: Box<dyn Work>) -> Result<bool> {
-        let count = (0..blocks.under_way()).take_while(|&index| blocks.block(index).is_some()).count();
-        let slots = self.take(count);
+        let slots = self.take(blocks.under_way().min(blocks.count()));
         if slots.is_empty() {
             return Ok(false);
         }
@@ -380,18 +379,19 @@ unsafe fn submit_up(parts: &[Part], piece: &Range<usize>, staged: *const u8, lan
 }
 
 /// Without page-locked memory: the driver's own way, from a buffer, piece by piece.
-unsafe fn up_unpinned(parts: &[Part], source: &dyn Source, bytes: usize, stream: &Stream) -> Result<()> {
+unsafe fn up_unpinned(parts: &[Part], source: &dyn Source, bytes: usize, stream: &Stream) -> Result<usize> {
     let mut buffer = vec![0u8; STAGED_PIECE.min(bytes)];
     chunks(bytes, STAGED_PIECE).try_for_each(|(_, piece)| {
         source.fill(piece.start, buffer.get_mut(..piece.len()).unwrap_or_default())?;
         // SAFETY: the caller's; the wait ends the copies before the buffer is used again.
         let submitted = unsafe { submit_up(parts, &piece, buffer.as_ptr(), stream) };
         stream.synchronize().and(submitted)
-    })
+    })?;
+    Ok(bytes.div_ceil(STAGED_PIECE))
 }
 
 /// As [`up_unpinned`].
-unsafe fn down_unpinned(sink: &dyn Sink, source: u64, bytes: usize, stream: &Stream) -> Result<()> {
+unsafe fn down_unpinned(sink: &dyn Sink, source: u64, bytes: usize, stream: &Stream) -> Result<usize> {
     let mut buffer = vec![0u8; STAGED_PIECE.min(bytes)];
     chunks(bytes, STAGED_PIECE).try_for_each(|(_, piece)| {
         let from = source + piece.start as u64;
@@ -399,5 +399,6 @@ unsafe fn down_unpinned(sink: &dyn Sink, source: u64, bytes: usize, stream: &Str
         let submitted = unsafe { copy::device_to_host(buffer.as_mut_ptr(), from, piece.len(), stream) };
         stream.synchronize().and(submitted)?;
         sink.take(piece.start, buffer.get(..piece.len()).unwrap_or_default())
-    })
+    })?;
+    Ok(bytes.div_ceil(STAGED_PIECE))
 }

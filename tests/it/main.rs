@@ -29,6 +29,7 @@ mod scatter;
 mod shapes;
 mod slices;
 mod soundness;
+mod staged;
 mod support;
 mod tensor;
 mod unified;
