@@ -36,11 +36,16 @@ const SUB_PIECE: usize = 128 << 10;
 /// So many slots may be on their way at the end of copies; one more copy waits for the first.
 const UNDER_WAY: usize = 16;
 
+/// No slot is smaller, however small the pool: below, the driver's own way is as good.
+const SMALLEST_SLOT: usize = 256 << 10;
+
 /// The slots of a device, and what its staged copies go by.
 #[derive(Debug)]
 pub(crate) struct Staging {
     context: Arc<Context>,
     pool: PinnedPool,
+    /// Bytes of a slot: as many as the largest piece has, less where the pool may not hold four of these.
+    piece: usize,
     /// Those that no copy has now, oldest first: as many as copies had at one time, two for each thread.
     slots: Arc<Mutex<VecDeque<Slot>>>,
 }
@@ -90,7 +95,10 @@ impl Staging {
         let slots: Arc<Mutex<VecDeque<Slot>>> = Arc::default();
         let kept = Arc::downgrade(&slots);
         pool.on_shortage(move || kept.upgrade().is_some_and(|slots| release(&slots)));
-        Self { context: context.clone(), pool: pool.clone(), slots }
+        let fourth = usize::try_from(pool.budget() / 4).unwrap_or(usize::MAX);
+        // A power of two is a size of the pool's.
+        let piece = (1 << fourth.max(1).ilog2()).clamp(SMALLEST_SLOT, STAGED_PIECE);
+        Self { context: context.clone(), pool: pool.clone(), piece, slots }
     }
 
     /// Takes the slots out, each with the copy that may still use it: for the end, when they are to be freed.
@@ -115,7 +123,7 @@ impl Staging {
             let busy = if slots.len() < UNDER_WAY { None } else { slots.pop_front() };
             let slot = busy.or_else(|| {
                 // Not under the lock: who finds no room has idle slots given back.
-                MutexGuard::unlocked(&mut slots, || self.pool.try_acquire(STAGED_PIECE).ok())
+                MutexGuard::unlocked(&mut slots, || self.pool.try_acquire(self.piece).ok())
                     .map(|memory| Slot { memory, busy: None })
                     .or_else(|| slots.pop_front())
             });
@@ -154,7 +162,7 @@ impl Staging {
     ) -> Result<usize> {
         let bytes = parts.last().map_or(0, |part| part.source.end);
         // Waking others takes longer.
-        if bytes <= tuning.crossover_up.min(STAGED_PIECE)
+        if bytes <= tuning.crossover_up.min(self.piece)
             && let Some(slot) = self.take(1).pop()
         {
             // SAFETY: the caller's.
@@ -163,7 +171,7 @@ impl Staging {
         // SAFETY: `share` returns when no thread is in the copy any more.
         let work = unsafe { Up { parts: Lent::new(parts), source: Lent::source(source) } };
         let threads = if source.is_slow() || bytes >= LARGE { tuning.busy_threads } else { tuning.threads };
-        let blocks = Blocks::new(bytes, tuning, threads, STAGED_PIECE);
+        let blocks = Blocks::new(bytes, tuning, at_most(threads), self.piece);
         if self.share(blocks, Way::Up, stream, bytes <= AWAKE, Box::new(work))? {
             return Ok(blocks.count());
         }
@@ -213,7 +221,7 @@ impl Staging {
         tuning: &Tuning,
         stream: &Stream,
     ) -> Result<usize> {
-        if bytes <= tuning.crossover_down.min(STAGED_PIECE)
+        if bytes <= tuning.crossover_down.min(self.piece)
             && let Some(slot) = self.take(1).pop()
         {
             // SAFETY: the caller's.
@@ -222,8 +230,8 @@ impl Staging {
         // SAFETY: `share` returns when no thread is in the copy any more.
         let work = unsafe { Down { sink: Lent::sink(sink), source } };
         let blocks = match fresh {
-            Some(phase) => Blocks::of_huge_pages(bytes, tuning, tuning.busy_threads, STAGED_PIECE, phase),
-            None => Blocks::new(bytes, tuning, tuning.threads, STAGED_PIECE),
+            Some(phase) => Blocks::of_huge_pages(bytes, tuning, at_most(tuning.busy_threads), self.piece, phase),
+            None => Blocks::new(bytes, tuning, at_most(tuning.threads), self.piece),
         };
         if self.share(blocks, Way::Down, stream, bytes <= AWAKE, Box::new(work))? {
             return Ok(blocks.count());
@@ -331,6 +339,11 @@ impl Staging {
             }
         }
     }
+}
+
+/// So many threads, or those that there are: there are slots for all of them.
+fn at_most(threads: usize) -> usize {
+    threads.min(Workers::get().limit())
 }
 
 /// Host memory to places on the device.

@@ -21,9 +21,10 @@ const CROSSOVER: usize = 1 << 20;
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[non_exhaustive]
 pub struct Tuning {
-    /// Size of the blocks that pass through pinned memory; at least 1, at most 8 MiB count. Copies below 32 MiB have smaller ones.
+    /// Size of the blocks that pass through pinned memory; at least 1, at most 8 MiB count. Copies below 32 MiB, and devices whose pool
+    /// has a budget below that, have smaller ones.
     pub chunk: usize,
-    /// Threads that copy at once, the caller's included; at least 1.
+    /// Threads that copy at once, the caller's included; at least 1, at most as many as the process has CPUs, and 32.
     pub threads: usize,
     /// As `threads`, where the CPU takes longer than the link: for copies to the device from 128 MiB on, files, and memory whose
     /// pages are not there yet.

@@ -297,6 +297,11 @@ impl PinnedPool {
         }
     }
 
+    /// The most bytes that may be page-locked.
+    pub(crate) fn budget(&self) -> u64 {
+        self.inner().shelf.budget()
+    }
+
     /// Whether a refusal is an error rather than a reason for pageable memory.
     pub(crate) fn is_strict(&self) -> bool {
         self.inner().strict

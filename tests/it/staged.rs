@@ -4,7 +4,7 @@ use transfer_tensor::PoolOptions;
 
 use crate::batch::filled;
 use crate::machines::{drain, pattern};
-use crate::pool::handle;
+use crate::pool::{handle, until};
 use crate::support::{Gpu, H200};
 
 const MIB: usize = 1 << 20;
@@ -42,5 +42,53 @@ fn long_blocks_are_counted_as_they_are_copied() {
         drain(&device);
     }
     drain(&gpu.device);
+    gpu.finish();
+}
+
+/// Where the pool has no room for a full slot there are smaller ones: a short upload does not wait, however its stream is held.
+#[test]
+fn in_a_small_pool_uploads_do_not_wait_either() {
+    for budget in [4 * MIB, MIB, 256 << 10] {
+        let Some(gpu) = Gpu::simulated(H200) else { return };
+        let device = handle(&gpu, PoolOptions::new().budget(budget as u64)).build().unwrap();
+        let (first, second) = (pattern(30 * MIB, 1), pattern(100_000, 2));
+        let slice = device.upload_new(&gpu.stream, &first).unwrap();
+        let mut target = filled(&gpu, second.len(), 7);
+        gpu.stream.synchronize().unwrap();
+        std::thread::scope(|scope| {
+            let _gate = gpu.gate(&gpu.stream);
+            let upload = scope.spawn(|| device.upload(&gpu.stream, &second, &mut target).unwrap());
+            until(|| upload.is_finished());
+        });
+        assert!(device.download_vec(&gpu.stream, &target).unwrap() == second);
+        assert!(device.download_vec(&gpu.stream, &slice).unwrap() == first);
+        let stats = device.pool().stats();
+        assert!(stats.peak <= budget as u64 && stats.reserved > 0, "{stats:?}");
+        drop((slice, target));
+        drain(&device);
+        drop(device);
+        gpu.finish();
+    }
+}
+
+/// Slots are for threads that there are, whatever the caller asks for.
+#[test]
+fn threads_that_there_are_not_have_no_slots() {
+    let Some(gpu) = Gpu::simulated(H200) else { return };
+    let mut tuning = gpu.device.tuning();
+    (tuning.threads, tuning.busy_threads) = (1000, usize::MAX);
+    let device = handle(&gpu, PoolOptions::new().budget(1 << 30)).tuning(tuning).build().unwrap();
+    let bytes = pattern(64 * MIB, 1);
+    let slice = device.upload_new(&gpu.stream, &bytes).unwrap();
+    // Slots that still travel are not the next copy's.
+    gpu.stream.synchronize().unwrap();
+    assert!(device.download_vec(&gpu.stream, &slice).unwrap() == bytes);
+    let cpus = std::thread::available_parallelism().map_or(1, usize::from).min(32);
+    let most = (2 * cpus).div_ceil(8) + 4;
+    let stats = device.pool().stats();
+    assert!(stats.peak <= (most * 8 * MIB) as u64, "{stats:?}");
+    drop(slice);
+    drain(&device);
+    drop(device);
     gpu.finish();
 }
