@@ -455,6 +455,8 @@ fn in_steady_state_the_driver_is_left_alone() {
             assert!(*tensor.host().unwrap() == *values);
             drop(tensor);
             let slice: CudaSlice<u8> = device.upload_new(&gpu.stream, &values).unwrap();
+            // A copy that finds slots still travelling makes others, as often as that is new.
+            gpu.stream.synchronize().unwrap();
             device.download(&gpu.stream, &slice, &mut target).unwrap();
             drop(slice);
             drain(&device);
