@@ -467,14 +467,11 @@ fn in_steady_state_the_driver_is_left_alone() {
     round_trips(4);
     let before = (device.pool().stats(), calls(&gpu));
     cycle(10_000);
+    round_trips(200);
     let after = device.pool().stats();
     assert_eq!((after.made, after.freed), (before.0.made, before.0.freed));
     assert_eq!(calls(&gpu), before.1, "{CALLS:?}");
-    assert!(after.acquired >= before.0.acquired + 10_000);
-    round_trips(200);
-    // How many staging slots are busy at once is a question of time, but they are no more than this.
-    let last = device.pool().stats();
-    assert!(last.made <= after.made + 16 && last.freed == after.freed, "{last:?}");
+    assert!(after.acquired >= before.0.acquired + 10_200);
     end(gpu, device);
 }
 
