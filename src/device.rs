@@ -11,7 +11,7 @@ use crate::complete::{Background, Waiter, free_later};
 use crate::driver::context::cudarc_error;
 use crate::driver::pinned::Placement;
 use crate::driver::staging::Staging;
-use crate::driver::{Context, Driver, Event, Pending};
+use crate::driver::{Context, Driver, Pending};
 use crate::error::{Error, Result};
 use crate::plan::{Decision, Request, Tuning, plan};
 use crate::platform::{Detector, MemoryFigures, MemoryModel, Platform};
@@ -43,7 +43,7 @@ struct Inner {
     stream: Arc<CudaStream>,
     platform: Platform,
     memory: MemoryFigures,
-    /// What a link's peak is, one way, in GB/s; infinite where nothing is known.
+    /// What the link's peak is, one way, in GB/s.
     most_gbs: f64,
     /// What the caller said, which nothing that is measured replaces.
     forced: Option<Tuning>,
@@ -265,11 +265,9 @@ impl Device {
         &self.0.context
     }
 
-    /// Tells an event recorded behind a copy how long that takes: at least as long as the link's peak lets it, and `seconds` by the
-    /// figures. (On simulated machines a copy may be done at once.)
-    pub(crate) fn expecting_copy(&self, event: Event, bytes: usize, seconds: f64) -> Event {
-        let duration = |seconds: f64| Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX);
-        event.expecting(duration(bytes as f64 / self.0.most_gbs * 1e-9), duration(seconds))
+    /// The time that a copy takes at least, by the link's peak. (On simulated machines it may be done at once.)
+    pub(crate) fn shortest_copy(&self, bytes: usize) -> Duration {
+        Duration::try_from_secs_f64(bytes as f64 / self.0.most_gbs * 1e-9).unwrap_or_default()
     }
 
     /// How it makes page-locked memory.

@@ -147,7 +147,8 @@ impl Session<'_> {
             if self.is_over(&format!("staging by {threads} threads, {} KiB", chunk >> 10), &mut samples.notes) {
                 return Ok(());
             }
-            let tuning = Tuning { chunk, threads, ..self.device.tuning() };
+            // As many for large copies too: that is what is measured.
+            let tuning = Tuning { chunk, threads, busy_threads: threads, ..self.device.tuning() };
             let staged = self.staged_with(&tuning)?;
             let least = |all: &[Sample]| all.iter().map(|s| s.seconds / s.bytes as f64).fold(f64::INFINITY, f64::min);
             let seconds = least(&staged.up) + least(&staged.down);

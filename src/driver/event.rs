@@ -45,9 +45,14 @@ impl Event {
         Ok(event)
     }
 
-    /// Says that what lies before it is a copy, which takes `least` from now and should take `expected`.
-    pub(crate) fn expecting(mut self, least: Duration, expected: Duration) -> Event {
+    /// Says that what lies before it takes at least this from now.
+    pub(crate) fn not_before(mut self, least: Duration) -> Event {
         self.not_before = least.checked_sub(EARLY).and_then(|early| Instant::now().checked_add(early));
+        self
+    }
+
+    /// Says that what lies before it should take this. For who waits and does nothing else.
+    pub(crate) fn expecting(mut self, expected: Duration) -> Event {
         if expected <= POLL_SHORT {
             self.poll = POLL + expected * 5 / 4;
         }

@@ -36,9 +36,8 @@ pub(super) fn start_to_device(store: &Store) -> Result<Vec<Pending>> {
     let _bound = device.context().to_submit()?;
     let stream = device.context().copy_stream(Way::Up)?;
     let (region, mut submitted) = store.on_device(&all, false, &stream)?;
-    let (event, bytes) = (Event::record(device.context(), &stream)?, submitted.in_flight());
-    let rate = device.platform().figures().host_to_device;
-    submitted.close(&Arc::new(device.expecting_copy(event, bytes, rate.seconds(bytes as u64))));
+    let event = Event::record(device.context(), &stream)?.not_before(device.shortest_copy(submitted.in_flight()));
+    submitted.close(&Arc::new(event));
     Ok(region.pending(&all, false))
 }
 

@@ -5,12 +5,12 @@
 use std::mem::forget;
 use std::sync::Arc;
 
-use transfer_tensor::Backing;
 use transfer_tensor::cudarc::driver::CudaContext;
 use transfer_tensor::cudarc::driver::result::DriverError;
 use transfer_tensor::cudarc::driver::sys::{self, CUresult};
+use transfer_tensor::{Backing, TransferTensor};
 
-use crate::support::{Gpu, H200, HANG, ORIN, within};
+use crate::support::{Gate, Gpu, H200, HANG, ORIN, within};
 
 const LEN: usize = 4096;
 
@@ -137,19 +137,28 @@ fn work_on_two_threads_default_streams_is_ordered() {
     within(HANG, || {
         let gpu = Gpu::on_stream(H200, CudaContext::per_thread_stream);
         let kernels = gpu.kernels();
-        let mut tensor = gpu.on_device(&[0x11; LEN]);
-        gpu.context.synchronize().unwrap();
-
-        let gate = gpu.gate(&gpu.stream);
-        kernels.fill(&gpu.stream, &mut tensor.device_mut(&gpu.stream).unwrap(), 0x33);
+        let (mut tensor, mut warm) = (gpu.on_device(&[0x11; LEN]), gpu.on_device(&[0; LEN]));
         std::thread::scope(|scope| {
-            let (gpu, kernels, tensor) = (&gpu, &kernels, &mut tensor);
+            let (gpu, kernels) = (&gpu, &kernels);
+            let (warmed, is_warm) = std::sync::mpsc::channel();
+            let (hand, handed) = std::sync::mpsc::channel::<(&mut TransferTensor<u8>, Gate)>();
             let other = scope.spawn(move || {
+                // A real driver makes a thread's default stream when that is first used, and may wait for the device to do so.
+                kernels.xor(&gpu.stream, &mut warm.device_mut(&gpu.stream).unwrap());
+                drop(warm);
+                gpu.stream.synchronize().unwrap();
+                warmed.send(()).unwrap();
+                let (tensor, gate) = handed.recv().unwrap();
                 kernels.xor(&gpu.stream, &mut tensor.device_mut(&gpu.stream).unwrap());
                 gate.open();
-                // A real driver hangs where a thread ends whose default stream is not idle.
+                // It hangs where a thread ends whose default stream is not idle.
                 gpu.stream.synchronize().unwrap();
             });
+            is_warm.recv().unwrap();
+            gpu.context.synchronize().unwrap();
+            let gate = gpu.gate(&gpu.stream);
+            kernels.fill(&gpu.stream, &mut tensor.device_mut(&gpu.stream).unwrap(), 0x33);
+            hand.send((&mut tensor, gate)).unwrap();
             other.join().unwrap();
         });
         let expected: Vec<u8> = (0..LEN).map(|i| 0x33 ^ crate::support::index_hash(i)).collect();
