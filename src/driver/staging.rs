@@ -16,7 +16,7 @@ use super::copy;
 use super::event::Event;
 use super::host::Lent;
 use super::ring::{Ring, Work, caught};
-use super::stream::Stream;
+use super::stream::{Queue, Stream};
 use crate::copy::pieces::{Blocks, Part, meeting};
 use crate::copy::workers::Workers;
 use crate::copy::{STAGED_PIECE, Sink, Source, chunks};
@@ -32,6 +32,14 @@ const LARGE: usize = 128 << 20;
 
 /// The parts of a copy by one thread: while one travels the next is filled.
 const SUB_PIECE: usize = 128 << 10;
+
+/// Small copies, up to [`SMALL`] bytes, follow each other in a slot up to here: whether it is free has to be asked once for all of
+/// them, which takes as long as copying 10 KiB.
+const SHARED: usize = 512 << 10;
+const SMALL: usize = 64 << 10;
+
+/// Copies of the CPU's do not share cache lines, nor pairs of them.
+const LINE: usize = 128;
 
 /// So many slots may be on their way at the end of copies; one more copy waits for the first.
 const UNDER_WAY: usize = 16;
@@ -55,22 +63,38 @@ struct Slot {
     memory: PinnedBuffer,
     /// The copy that still uses it.
     busy: Option<Arc<Event>>,
+    /// The queue of that copy, and where the bytes begin that neither it nor any before uses.
+    tail: Option<(Queue, usize)>,
 }
 
 impl Slot {
+    fn new(memory: PinnedBuffer, busy: Option<Arc<Event>>) -> Self {
+        Self { memory, busy, tail: None }
+    }
+
     /// Waits for the copy that uses it, awake.
     fn wait(&mut self) -> Result<()> {
         if let Some(event) = &self.busy {
             event.wait_awake()?;
             self.busy = None;
         }
+        self.tail = None;
         Ok(())
+    }
+
+    /// Where a small copy on `stream` may begin without a wait: the event behind it will lie behind those before, too.
+    fn room(&self, bytes: usize, stream: &Stream) -> Option<usize> {
+        let (queue, start) = self.tail.as_ref().filter(|_| self.busy.is_some())?;
+        (bytes <= SMALL && start + bytes <= SHARED.min(self.memory.len()) && queue.is_of(stream)).then_some(*start)
     }
 
     /// Whether nothing uses it.
     fn idle(&mut self) -> bool {
         if self.busy.as_ref().is_some_and(|event| event.query().is_ok_and(|passed| passed)) {
             self.busy = None;
+        }
+        if self.busy.is_none() {
+            self.tail = None;
         }
         self.busy.is_none()
     }
@@ -124,7 +148,7 @@ impl Staging {
             let slot = busy.or_else(|| {
                 // Not under the lock: who finds no room has idle slots given back.
                 MutexGuard::unlocked(&mut slots, || self.pool.try_acquire(self.piece).ok())
-                    .map(|memory| Slot { memory, busy: None })
+                    .map(|memory| Slot::new(memory, None))
                     .or_else(|| slots.pop_front())
             });
             match slot {
@@ -133,6 +157,16 @@ impl Staging {
             }
         }
         taken
+    }
+
+    /// A slot for a copy by one thread, and where in it, if that needs no wait: behind a small one before on the same queue.
+    fn take_one(&self, bytes: usize, stream: &Stream) -> Option<(Slot, Option<usize>)> {
+        let mut slots = self.slots.lock();
+        if let Some(start) = slots.back().and_then(|slot| slot.room(bytes, stream)) {
+            return slots.pop_back().map(|slot| (slot, Some(start)));
+        }
+        drop(slots);
+        self.take(1).pop().map(|slot| (slot, None))
     }
 
     /// Gives the slots that nothing uses back to the pool; for when memory is short.
@@ -163,10 +197,10 @@ impl Staging {
         let bytes = parts.last().map_or(0, |part| part.source.end);
         // Waking others takes longer.
         if bytes <= tuning.crossover_up.min(self.piece)
-            && let Some(slot) = self.take(1).pop()
+            && let Some((slot, start)) = self.take_one(bytes, stream)
         {
             // SAFETY: the caller's.
-            return unsafe { self.up_once(slot, parts, source, bytes, stream) };
+            return unsafe { self.up_once(slot, start, parts, source, bytes, stream) };
         }
         // SAFETY: `share` returns when no thread is in the copy any more.
         let work = unsafe { Up { parts: Lent::new(parts), source: Lent::source(source) } };
@@ -179,24 +213,36 @@ impl Staging {
         unsafe { up_unpinned(parts, source, bytes, stream) }
     }
 
-    /// A copy by this thread through one slot.
+    /// A copy by this thread through one slot; from `start` on nothing uses that.
     unsafe fn up_once(
         &self,
         mut slot: Slot,
+        start: Option<usize>,
         parts: &[Part],
         source: &dyn Source,
         bytes: usize,
         stream: &Stream,
     ) -> Result<usize> {
         let step = || -> Result<()> {
-            slot.wait()?;
+            if start.is_none() {
+                slot.wait()?;
+            }
+            let start = start.unwrap_or(0);
+            let end = start.checked_add(bytes).filter(|&end| end <= slot.memory.len());
+            let end = end.ok_or_else(|| Error::overflow("a staged piece"))?;
             for (_, piece) in chunks(bytes, SUB_PIECE) {
-                let staged = slot.memory.get_mut(piece.clone()).ok_or_else(|| Error::overflow("a staged piece"))?;
-                source.fill(piece.start, staged)?;
+                // SAFETY: inside the slot (just checked), of which nothing uses these bytes; others may be on their way, so there is no
+                // reference to the whole.
+                let staged = unsafe {
+                    let place = slot.host().add(start + piece.start);
+                    source.fill(piece.start, std::slice::from_raw_parts_mut(place, piece.len()))?;
+                    place
+                };
                 // SAFETY: the caller's word for the targets; the slot stays untouched until its event has passed.
-                unsafe { submit_up(parts, &piece, slot.host().add(piece.start), stream)? };
+                unsafe { submit_up(parts, &piece, staged, stream)? };
             }
             slot.busy = Some(Arc::new(Event::record(&self.context, stream)?));
+            slot.tail = Some((stream.queue(), end.next_multiple_of(LINE)));
             Ok(())
         };
         let result = caught(step);
@@ -299,7 +345,7 @@ impl Staging {
             // The caller's stream goes on when the bytes are there.
             error = Event::record(&self.context, &lane).and_then(|event| stream.wait_for(&event)).err();
         }
-        let slots = ring.end().into_iter().map(|(memory, busy)| Slot { memory, busy });
+        let slots = ring.end().into_iter().map(|(memory, busy)| Slot::new(memory, busy));
         self.settle(error.is_none(), &lane, stream, slots);
         error.map_or(Ok(true), Err)
     }
@@ -323,6 +369,7 @@ impl Staging {
             let _ = Event::record(&self.context, lane).and_then(|event| stream.wait_for(&event));
         }
         for mut slot in slots {
+            slot.tail = None;
             // What it waits for may be an earlier copy, on another stream.
             let known = slot.busy.as_ref().map_or(Ok(true), |event| event.query());
             match (&idle, known) {

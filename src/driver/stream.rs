@@ -1,6 +1,6 @@
 //! Streams as queues: which two are the same, and how to wait for one.
 
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::thread::ThreadId;
 
 use cudarc::driver::{CudaStream, sys};
@@ -47,6 +47,11 @@ impl Stream {
             && self.cuda.context().cu_ctx() == other.cuda.context().cu_ctx()
     }
 
+    /// What tells the queue again later, without keeping the stream.
+    pub(super) fn queue(&self) -> Queue {
+        Queue { cuda: Arc::downgrade(&self.cuda), thread: self.thread }
+    }
+
     /// Whether this thread can name the queue: the per-thread stream of another thread can not be.
     pub(crate) fn reachable(&self) -> bool {
         self.thread.is_none_or(|thread| thread == std::thread::current().id())
@@ -87,6 +92,20 @@ impl Stream {
         let _bound = Bound::enter(self.cuda.context())?;
         // SAFETY: the handle is alive and its context current.
         check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(self.handle()) })
+    }
+}
+
+/// A queue that was met before. Handles alone do not tell: that of a stream that is gone may be another's.
+#[derive(Debug)]
+pub(super) struct Queue {
+    cuda: Weak<CudaStream>,
+    thread: Option<ThreadId>,
+}
+
+impl Queue {
+    /// Whether it is the queue of `stream`, for certain.
+    pub(super) fn is_of(&self, stream: &Stream) -> bool {
+        self.thread == stream.thread && self.cuda.upgrade().is_some_and(|cuda| Arc::ptr_eq(&cuda, &stream.cuda))
     }
 }
 

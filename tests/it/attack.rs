@@ -25,7 +25,8 @@ fn a_failed_copy_does_not_free_what_an_earlier_one_uses() {
             let Some(gpu) = Gpu::simulated(H200) else { return };
             let sim = gpu.sim.as_ref().unwrap();
             let (first, second) = (gpu.another_stream(), gpu.another_stream());
-            let (early, late) = (pattern(64 << 10, 1), pattern(64 << 10, 2));
+            // Smaller ones would share a slot.
+            let (early, late) = (pattern((64 << 10) + 1, 1), pattern(64 << 10, 2));
             let mut targets: Vec<CudaSlice<u8>> =
                 (0..SLOTS).map(|_| gpu.device.upload_new(&first, &vec![0; early.len()]).unwrap()).collect();
             let mut other: CudaSlice<u8> = gpu.device.upload_new(&second, &vec![0; len]).unwrap();

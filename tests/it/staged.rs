@@ -92,3 +92,56 @@ fn threads_that_there_are_not_have_no_slots() {
     drop(device);
     gpu.finish();
 }
+
+/// Small copies one after another share a slot: the driver is not asked for each whether that is free, and none waits.
+#[test]
+fn small_uploads_in_a_row_ask_nothing_and_wait_for_nothing() {
+    let gpu = Gpu::any(H200);
+    let device = handle(&gpu, PoolOptions::new().budget(64 << 20)).build().unwrap();
+    let sources: Vec<Vec<u8>> = (0..100).map(|i| pattern(1 + 97 * i, i as u64)).collect();
+    let mut targets: Vec<_> = sources.iter().map(|source| filled(&gpu, source.len(), 0)).collect();
+    device.upload(&gpu.stream, &sources[0], &mut targets[0]).unwrap();
+    gpu.stream.synchronize().unwrap();
+    let gate = gpu.gate(&gpu.stream);
+    let queries = || gpu.sim.as_ref().map_or(0, |sim| sim.count("cuEventQuery"));
+    let before = queries();
+    for (source, target) in sources.iter().zip(&mut targets) {
+        device.upload(&gpu.stream, source, target).unwrap();
+    }
+    // The first asks for the one before, and the first of each half MiB for those.
+    assert!(queries() <= before + 3, "{}", queries() - before);
+    gate.open();
+    for (source, target) in sources.iter().zip(&targets) {
+        assert_eq!(gpu.stream.clone_dtoh(target).unwrap(), *source);
+    }
+    drop(targets);
+    drain(&device);
+    drop(device);
+    gpu.finish();
+}
+
+/// Copies on two streams do not: that one has passed says nothing of the other.
+#[test]
+fn small_uploads_on_two_streams_do_not_share_a_slot() {
+    let gpu = Gpu::any(H200);
+    let device = handle(&gpu, PoolOptions::new().budget(64 << 20)).build().unwrap();
+    let other = gpu.another_stream();
+    let values = [pattern(5000, 1), pattern(5000, 2), pattern(5000, 3)];
+    let mut targets = values.each_ref().map(|values| filled(&gpu, values.len(), 0));
+    let [first, second, third] = &mut targets;
+    gpu.context.synchronize().unwrap();
+    let gate = gpu.gate(&gpu.stream);
+    device.upload(&gpu.stream, &values[0], first).unwrap();
+    for (values, target) in values[1..].iter().zip([second, third]) {
+        device.upload(&other, values, target).unwrap();
+        other.synchronize().unwrap();
+    }
+    gate.open();
+    for (values, target) in values.iter().zip(&targets) {
+        assert_eq!(gpu.stream.clone_dtoh(target).unwrap(), *values);
+    }
+    drop((targets, other));
+    drain(&device);
+    drop(device);
+    gpu.finish();
+}
