@@ -94,6 +94,31 @@ fn all(bench: &Bench, args: &Args, rows: &mut Vec<Row>) -> Outcome {
     Ok(())
 }
 
+/// An upload against the raw copy alone: seconds of each.
+fn up_and_raw(
+    bench: &Bench,
+    device: &Device,
+    raw: &Raw,
+    rounds: usize,
+    source: &[u8],
+    slice: &mut CudaSlice<u8>,
+) -> [f64; 2] {
+    medians(
+        bench,
+        rounds,
+        [
+            &mut || {
+                device.upload(&bench.stream, source, slice).expect("an upload");
+                bench.sync();
+            },
+            &mut || {
+                raw.up(bench);
+                bench.sync();
+            },
+        ],
+    )
+}
+
 /// Memory that was touched before, one shot: ours against the driver's and cudarc's own copy.
 fn pageable(bench: &Bench, raw: &Raw, rounds: usize, add: &mut dyn FnMut(Row)) -> Outcome {
     let (bytes, stream, device) = (raw.bytes, &bench.stream, &bench.device);
@@ -128,20 +153,7 @@ fn pageable(bench: &Bench, raw: &Raw, rounds: usize, add: &mut dyn FnMut(Row)) -
     add(Row::of_seconds(bench, "h2d pageable, cudarc", bytes, ours, Some(raw_up), Some(cudarc)));
     if bytes >= 1 << 20 {
         // Between the driver's copies, which one thread does, the others fall asleep and their cores slow down.
-        let [ours, raw_up] = medians(
-            bench,
-            rounds,
-            [
-                &mut || {
-                    device.upload(stream, &source, &mut slice).expect("an upload");
-                    bench.sync();
-                },
-                &mut || {
-                    raw.up(bench);
-                    bench.sync();
-                },
-            ],
-        );
+        let [ours, raw_up] = up_and_raw(bench, device, raw, rounds, &source, &mut slice);
         add(Row::of_seconds(bench, "h2d pageable, back to back", bytes, ours, Some(raw_up), None));
     }
     let [ours, raw_down, driver, cudarc] = medians(
@@ -326,25 +338,12 @@ fn sweep(bench: &Bench, args: &Args, rows: &mut Vec<Row>) -> Outcome {
         let (source, mut target) = (vec![0x5au8; bytes], vec![1u8; bytes]);
         let mut slice: CudaSlice<u8> = stream.alloc_zeros(bytes)?;
         for threads in [4, 8, 12] {
-            for chunk in [1 << 20, 2 << 20, 4 << 20] {
+            for chunk in [2 << 20, 4 << 20, 8 << 20] {
                 let mut tuning = bench.device.tuning();
-                (tuning.threads, tuning.chunk) = (threads, chunk);
+                (tuning.threads, tuning.busy_threads, tuning.chunk) = (threads, threads, chunk);
                 (tuning.crossover_up, tuning.crossover_down) = (0, 0);
                 let device: Device = bench.tuned(tuning);
-                let [up, raw_up] = medians(
-                    bench,
-                    rounds,
-                    [
-                        &mut || {
-                            device.upload(stream, &source, &mut slice).expect("an upload");
-                            bench.sync();
-                        },
-                        &mut || {
-                            raw.up(bench);
-                            bench.sync();
-                        },
-                    ],
-                );
+                let [up, raw_up] = up_and_raw(bench, &device, &raw, rounds, &source, &mut slice);
                 let [down, raw_down] = medians(
                     bench,
                     rounds,
@@ -422,7 +421,7 @@ fn cpu(bench: &Bench, args: &Args, rows: &mut Vec<Row>) -> Outcome {
     let mut copies = 0u32;
     let start = Instant::now();
     let mut up = || {
-        device_upload(bench, &source, &mut slice);
+        bench.device.upload(stream, &source, &mut slice).expect("an upload");
         copies += 1;
     };
     let ours = busy(long, &mut up);
@@ -439,10 +438,6 @@ fn cpu(bench: &Bench, args: &Args, rows: &mut Vec<Row>) -> Outcome {
     add("CPU, pageable copies down", bytes, ours, Some(raw));
     add("CPU, idle after them", 0, busy(long, &mut || std::thread::sleep(long / 10)), None);
     Ok(())
-}
-
-fn device_upload(bench: &Bench, source: &[u8], slice: &mut CudaSlice<u8>) {
-    bench.device.upload(&bench.stream, source, slice).expect("an upload");
 }
 
 /// The CPU time of this process over the time that passed, while `run` is called again and again.

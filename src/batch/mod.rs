@@ -24,7 +24,7 @@ use crate::tensor::DeviceMemory;
 ///
 /// Many scattered pieces up are brought to their places by a small kernel of the crate's, which takes a fraction of the time. The
 /// first batch of 256 or more in a context loads it, and that waits for what the device is doing, as allocating page-locked memory
-/// does; it takes 0.3 ms, and up to 100 ms where the driver has yet to compile it. Where it can not be had (before CUDA 12.0, or
+/// does, and it takes longer where the driver has yet to compile it. Where it can not be had (before CUDA 12.0, or
 /// without the driver's compiler), copies do.
 ///
 /// All memory is borrowed until the batch has run; a batch that is dropped instead did nothing. Pieces of 0 bytes and empty

@@ -13,8 +13,8 @@ use crate::error::Result;
 /// bandwidth (on an H200 16 MiB pieces reach 0.99 of one copy's, 4 MiB 0.96).
 pub(crate) const PINNED_PIECE: usize = 64 << 20;
 
-/// The largest piece that passes through staging memory, and the size of a slot: each costs the link 3 µs beside its bytes (on an
-/// H200 pieces of 4 MiB reach 0.96 of one copy's bandwidth, of 8 MiB 0.98).
+/// The largest piece that passes through staging memory, and the size of a slot: each costs the link some microseconds beside its
+/// bytes.
 pub(crate) const STAGED_PIECE: usize = 8 << 20;
 
 /// Where bytes for the device come from. Called from several threads, for ranges that do not overlap.

@@ -23,7 +23,7 @@ use crate::copy::pieces::Blocks;
 use crate::error::{Error, Result};
 use crate::pool::PinnedBuffer;
 
-/// How long a thread of a long copy sleeps while the link is behind, by the way. Waking takes some 60 µs more. On the way up
+/// How long a thread of a long copy sleeps while the link is behind; waking takes longer still. On the way up
 /// memory is the bottleneck and a wait is short; on the way down it is the link.
 const NAP_UP: Duration = Duration::from_micros(20);
 const NAP_DOWN: Duration = Duration::from_micros(60);

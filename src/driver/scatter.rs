@@ -1,7 +1,7 @@
 //! One kernel in place of many copies: it reads packed bytes from page-locked memory and writes each block to its place.
 //!
-//! Up, `cuMemcpyBatchAsync` takes 2.1 µs for each copy, whatever its size; the kernel brings 2 MiB in blocks of 4 KiB over in
-//! 58 µs (H200, driver 580), which is the link's speed.
+//! Up, `cuMemcpyBatchAsync` takes for each small copy as long as packing several KiB; the kernel reads at the link's speed
+//! (`benches/small_pieces.rs`).
 
 use std::collections::BTreeMap;
 use std::ffi::{c_uint, c_void};
@@ -22,7 +22,7 @@ use crate::error::Result;
 const MODULE: &str = concat!(include_str!("kernels/scatter.ptx"), "\0");
 
 /// A transfer of at least so many blocks asks for the kernel: the first in a context loads it, which takes as long as some
-/// hundred copies (0.3 ms; 100 ms where the driver has yet to compile it).
+/// hundred copies, and much longer where the driver has yet to compile it.
 pub(super) const WORTH_LOADING: usize = 256;
 
 /// A round of at least so many copies is one launch. A block of threads takes one copy: fewer would not keep the link busy where

@@ -33,8 +33,8 @@ const LARGE: usize = 128 << 20;
 /// The parts of a copy by one thread: while one travels the next is filled.
 const SUB_PIECE: usize = 128 << 10;
 
-/// Small copies, up to [`SMALL`] bytes, follow each other in a slot up to here: whether it is free has to be asked once for all of
-/// them, which takes as long as copying 10 KiB.
+/// Small copies, up to [`SMALL`] bytes, follow each other in a slot up to here: whether it is free, a question to the driver, is asked
+/// once for all of them.
 const SHARED: usize = 512 << 10;
 const SMALL: usize = 64 << 10;
 

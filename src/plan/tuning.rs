@@ -6,8 +6,7 @@ use crate::copy::STAGED_PIECE;
 /// More threads than this did not make staged copies faster on an H200's link.
 pub(crate) const MOST_THREADS: usize = 8;
 
-/// As many read files at 0.88 of that link, eight at 0.83; twelve fill new memory at 27 GB/s, eight at 22; 1 GiB of ordinary memory goes up
-/// at 0.93 by twelve, at 0.91 by eight.
+/// Where the CPU takes longer than the link, more do (`bandwidth --sweep` tries them).
 const MOST_BUSY_THREADS: usize = 12;
 
 /// Up to this size one thread copies alone: it needs no hand-over.
