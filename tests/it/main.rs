@@ -3,6 +3,8 @@
 // They look at what is kept on disk.
 mod attack;
 mod batch;
+mod batch_failing;
+mod batch_memory;
 #[cfg(feature = "serde")]
 mod calibration;
 mod capture;
@@ -19,9 +21,13 @@ mod lacking;
 mod lent;
 #[cfg(feature = "safetensors")]
 mod load;
+#[cfg(feature = "safetensors")]
+mod load_refused;
 mod machines;
 mod ordering;
+mod ordering_failing;
 mod pool;
+mod pool_users;
 mod pool_waits;
 mod registration;
 mod rows;

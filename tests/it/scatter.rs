@@ -7,6 +7,7 @@ use transfer_tensor::cudarc::driver::{CudaContext, CudaSlice, CudaStream, sys};
 use transfer_tensor::{BatchReport, Device, Error, PoolOptions};
 
 use crate::batch::{apart, expected, filled, on_host, there_and_back};
+use crate::batch_failing::each_call_fails;
 use crate::machines::{built, code, drain, on, pattern, unseen};
 use crate::ordering::OLD_JETSON;
 use crate::support::{Gpu, H200, builder, from_env};
@@ -250,36 +251,17 @@ fn scattered_batches_survive_the_failure_of_any_call() {
     drain(&gpu.device);
     let times = OURS.map(|call| (call, sim.count(call)));
     assert!(times.iter().all(|&(_, times)| times > 0), "{times:?}");
-    for (call, times) in times {
-        // A polled event is asked as often as time makes it, and the mode as often as it is.
-        for (nth, after) in (1..=times.min(4) as u64).flat_map(|nth| [(nth, false), (nth, true)]) {
-            let what = format!("{call} {nth} of {times}, after its work: {after}");
-            let gpu = Gpu::simulated(H200).unwrap();
-            let sim = gpu.sim.as_ref().unwrap();
-            let mut target = filled(&gpu, 11 * MIB, 7);
-            match after {
-                false => sim.fail_nth(call, nth, 999),
-                true => sim.fail_nth_after(call, nth, 999),
-            }
-            match everything(&gpu, &mut target) {
-                Err(error) => assert_eq!(error.driver_code(), Some(999), "{what}: {error}"),
-                Ok(()) => assert_ne!(call, "cuLaunchKernel", "{what}"),
-            }
-            sim.clear_failures();
-            gpu.context.check_err().unwrap_or_else(|error| panic!("{what}: parked {:?}", error.0));
-            everything(&gpu, &mut target).unwrap_or_else(|error| panic!("{what}: the next batch: {error}"));
-            drop(target);
-            drain(&gpu.device);
-            assert_eq!(sim.violations(), Vec::<String>::new(), "{what}");
-            // What was allocated although the driver said no is lost; and a buffer whose event could not be asked for is kept for
-            // ever, and counted.
-            let lost = after && call == "cuMemHostAlloc" || call == "cuEventQuery" && gpu.device.stats().leaked > 0;
-            if !lost {
-                println!("{what}");
-                gpu.finish();
-            }
-        }
-    }
+    // The mode is asked for as often as it is.
+    let few = times.map(|(call, times)| (call, times.min(4) as u64));
+    each_call_fails(
+        few,
+        |gpu| filled(gpu, 11 * MIB, 7),
+        |gpu, target, failing| {
+            let done = everything(gpu, target);
+            assert!(done.is_err() || failing != Some("cuLaunchKernel"), "a launch that failed is an error");
+            done
+        },
+    );
 }
 
 /// What was launched before a launch failed, or by it, has run when the error comes out; until then it has its buffers.
