@@ -8,7 +8,7 @@ use std::sync::Arc;
 use super::Lender;
 use crate::driver::pinned::Pinned;
 
-/// Page-locked memory, lent by a [`PinnedPool`] until it is dropped, on any thread.
+/// Page-locked memory, lent by a [`PinnedPool`](crate::PinnedPool) until it is dropped, on any thread.
 ///
 /// It is the caller's alone: he who hands its address to a copy keeps the buffer until that has run.
 pub struct PinnedBuffer {

@@ -252,6 +252,9 @@ fn a_driver_that_is_gone() {
 #[test]
 fn no_context_no_work() {
     let sim = device(H200).unwrap();
+    // SAFETY: takes no pointers.
+    ok(unsafe { sys::cuInit(0) });
+    sim.clear_calls();
     std::thread::spawn(|| {
         let mut address = 0;
         // SAFETY: a valid out-pointer.
