@@ -11,7 +11,7 @@ use crate::complete::{Background, Waiter, free_later};
 use crate::driver::context::cudarc_error;
 use crate::driver::pinned::Placement;
 use crate::driver::staging::Staging;
-use crate::driver::{Context, Driver, Pending};
+use crate::driver::{Context, Driver, Event, Pending, Stream, Way};
 use crate::error::{Error, Result};
 use crate::plan::{Decision, Request, Tuning, plan};
 use crate::platform::{Detector, MemoryFigures, MemoryModel, Platform};
@@ -265,9 +265,18 @@ impl Device {
         &self.0.context
     }
 
-    /// The time that a copy takes at least, by the link's peak. (On simulated machines it may be done at once.)
-    pub(crate) fn shortest_copy(&self, bytes: usize) -> Duration {
-        Duration::try_from_secs_f64(bytes as f64 / self.0.most_gbs * 1e-9).unwrap_or_default()
+    /// Records what is on `stream` now, behind a copy of so many bytes: a wait for it sleeps while no link could have carried them, and
+    /// then stays awake for what this one should take.
+    pub(crate) fn behind_copy(&self, stream: &Stream, way: Way, bytes: usize) -> Result<Event> {
+        let figures = self.platform().figures();
+        let cost = match way {
+            Way::Up => figures.host_to_device,
+            Way::Down => figures.device_to_host,
+        };
+        let duration = |seconds| Duration::try_from_secs_f64(seconds);
+        let least = duration(bytes as f64 / self.0.most_gbs * 1e-9).unwrap_or_default();
+        let expected = duration(cost.seconds(bytes as u64)).unwrap_or(Duration::MAX);
+        Ok(Event::record(self.context(), stream)?.not_before(least).expecting(expected))
     }
 
     /// How it makes page-locked memory.

@@ -22,6 +22,11 @@ pub(crate) trait Source: Sync {
     /// Fills `into` with the bytes from `offset` on.
     fn fill(&self, offset: usize, into: &mut [u8]) -> Result<()>;
 
+    /// As [`fill`](Source::fill), for bytes that the CPU does not look at again: they had better not stay in its caches.
+    fn fill_past_caches(&self, offset: usize, into: &mut [u8]) -> Result<()> {
+        self.fill(offset, into)
+    }
+
     /// Whether that takes the CPU longer than copying memory does.
     fn is_slow(&self) -> bool {
         false

@@ -7,40 +7,64 @@ use crate::os::HUGE_PAGE;
 use crate::plan::Tuning;
 
 /// A thread that is woken for less costs more than it brings.
-const WORTH_A_THREAD: usize = 1 << 20;
+const WORTH_A_THREAD: usize = 256 << 10;
 
-/// What one thread does at a time of a block, at most.
-const PART: usize = 512 << 10;
+/// What one thread does at a time of a block: the blocks at the ends of a copy have several parts, too, so that all threads
+/// work on them, and the parts of the largest cost few hand-overs.
+const SMALLEST_PART: usize = 64 << 10;
+const LARGEST_PART: usize = 256 << 10;
 
-/// The first block of a copy, at most, so that the link has something to do soon.
-const FIRST: usize = 1 << 20;
+/// The smallest block: below, the link does little else than begin.
+const SMALLEST: usize = 512 << 10;
 
-/// The smallest block, except that the first two are smaller: below, the link does little else than begin.
-const SMALLEST: usize = 256 << 10;
+/// A copy has at least so many blocks, if they are not the smallest.
+const FEWEST: usize = 8;
+
+/// Blocks that are under way beside those that the threads are at: they travel, or wait to.
+const AHEAD: usize = 7;
 
 /// How a copy is cut: into blocks, each of which travels as one, and these into parts, which threads fill or empty side by
 /// side. So the link gets pieces that are worth its while, the driver few calls, and a block is ready soon.
+///
+/// Blocks begin small, grow by pairs, and shrink again at the end: the link has something to do as soon as threads have filled the
+/// first, it does not run dry while they fill the next, and little is left to do when the last has come.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Blocks {
     bytes: usize,
-    first: usize,
-    second: usize,
+    /// Bytes of the first block, if it is none of the others.
+    head: usize,
+    /// The smallest and the largest block.
+    smallest: usize,
     block: usize,
-    part: usize,
+    /// So many blocks grow at the start, and so many shrink at the end.
+    growing: usize,
+    shrinking: usize,
+    smallest_part: usize,
+    largest_part: usize,
     /// The caller's among them.
     pub(crate) threads: usize,
 }
 
 impl Blocks {
-    /// Up to `threads` threads; no block is larger than `largest`. A block is about a fourth of a small copy: little is left to
-    /// travel when the last one is filled.
+    /// Up to `threads` threads; no block is larger than `largest`.
     pub(crate) fn new(bytes: usize, tuning: &Tuning, threads: usize, largest: usize) -> Self {
-        let most = tuning.chunk.min(largest).max(1);
-        let block = most.min((bytes / 4).max(SMALLEST).checked_next_power_of_two().unwrap_or(most));
-        let part = (block / 8).clamp(1, PART);
-        let first = (block / 4).max(part).min(FIRST);
-        let threads = Self::worth(bytes).min(threads.max(1));
-        Self { bytes, first, second: (2 * first).min(block), block, part, threads }
+        let share = 1 << (bytes / FEWEST).max(SMALLEST).ilog2();
+        let block = tuning.chunk.min(largest).clamp(1, share);
+        // Half as large as often as that leaves the smallest.
+        let halvings = (block / SMALLEST).max(1).ilog2();
+        let smallest = block >> halvings;
+        let growing = 2 * halvings as usize;
+        Self {
+            bytes,
+            head: 0,
+            smallest,
+            block,
+            growing,
+            shrinking: growing,
+            smallest_part: SMALLEST_PART,
+            largest_part: LARGEST_PART,
+            threads: Self::worth(bytes).min(threads.max(1)),
+        }
     }
 
     /// As [`new`](Self::new), for memory whose pages are made by the copy: parts are huge pages, of which the first begins
@@ -51,13 +75,15 @@ impl Blocks {
             return Self::new(bytes, tuning, threads, largest);
         }
         let phase = phase % HUGE_PAGE;
-        let first = if phase > 0 { phase } else { HUGE_PAGE };
         Self {
             bytes,
-            first,
-            second: HUGE_PAGE,
+            head: if phase > 0 { phase } else { HUGE_PAGE },
+            smallest: block,
             block,
-            part: HUGE_PAGE,
+            growing: 0,
+            shrinking: 0,
+            smallest_part: HUGE_PAGE,
+            largest_part: HUGE_PAGE,
             threads: Self::worth(bytes).min(threads.max(1)),
         }
     }
@@ -66,41 +92,68 @@ impl Blocks {
         1 + bytes / WORTH_A_THREAD
     }
 
-    /// How many blocks should be under way: those that the threads are at, two that travel, two between.
+    /// The largest block.
+    pub(crate) fn largest(&self) -> usize {
+        self.block
+    }
+
+    /// How many blocks should be under way.
     pub(crate) fn under_way(&self) -> usize {
-        (self.threads * self.part).div_ceil(self.block) + 4
+        (self.threads * self.largest_part).div_ceil(self.block) + AHEAD
     }
 
     /// Block `index`; `None` behind the last.
     pub(crate) fn block(&self, index: usize) -> Option<Range<usize>> {
-        let start = match index {
-            0 => 0,
-            1 => self.first,
-            _ => index.checked_sub(2)?.checked_mul(self.block)?.checked_add(self.first + self.second)?,
+        (index < self.count()).then(|| self.start(index)..self.start(index + 1))
+    }
+
+    /// Where block `index` begins, or the last one ends.
+    fn start(&self, index: usize) -> usize {
+        let count = self.count();
+        let Some(place) = index.checked_sub(self.heads()) else { return 0 };
+        let start = if index >= count {
+            self.bytes
+        } else if place <= self.growing {
+            self.head + self.ramp(place)
+        } else if count - index <= self.shrinking {
+            self.bytes - self.ramp(count - index)
+        } else {
+            self.head + self.ramp(self.growing) + (place - self.growing) * self.block
         };
-        let size = match index {
-            0 => self.first,
-            1 => self.second,
-            _ => self.block,
-        };
-        (start < self.bytes).then(|| start..self.bytes.min(start.saturating_add(size)))
+        start.min(self.bytes)
+    }
+
+    fn heads(&self) -> usize {
+        usize::from(self.head > 0)
+    }
+
+    /// How many bytes the `count` smallest blocks at an end have, of which there are two of each size.
+    fn ramp(&self, count: usize) -> usize {
+        let pairs = count / 2;
+        2 * self.smallest * ((1 << pairs) - 1) + (count % 2) * (self.smallest << pairs)
     }
 
     /// How many blocks there are.
     pub(crate) fn count(&self) -> usize {
-        let rest = self.bytes.saturating_sub(self.first + self.second).div_ceil(self.block);
-        usize::from(self.bytes > 0) + usize::from(self.bytes > self.first) + rest
+        let ends = self.head + self.ramp(self.growing) + self.ramp(self.shrinking);
+        let full = self.bytes.saturating_sub(ends).div_ceil(self.block);
+        self.heads().min(self.bytes) + self.growing + self.shrinking + full
     }
 
     /// How many parts a block has.
     pub(crate) fn parts(&self, block: &Range<usize>) -> usize {
-        block.len().div_ceil(self.part)
+        block.len().div_ceil(self.part_of(block))
     }
 
     /// Part `index` of a block.
     pub(crate) fn part(&self, block: &Range<usize>, index: usize) -> Range<usize> {
-        let start = block.start.saturating_add(index.saturating_mul(self.part)).min(block.end);
-        start..block.end.min(start.saturating_add(self.part))
+        let size = self.part_of(block);
+        let start = block.start.saturating_add(index.saturating_mul(size)).min(block.end);
+        start..block.end.min(start.saturating_add(size))
+    }
+
+    fn part_of(&self, block: &Range<usize>) -> usize {
+        (block.len() / FEWEST).clamp(self.smallest_part, self.largest_part)
     }
 }
 
@@ -201,9 +254,24 @@ mod tests {
     fn the_largest_sizes_do_not_overflow() {
         let blocks = Blocks::new(usize::MAX, &tuning(4, 4 << 20), 4, 4 << 20);
         assert_eq!(blocks.block(usize::MAX), None);
-        let last = (usize::MAX - (3 << 20)) / (4 << 20) + 2;
+        // Of 512 KiB, 1 MiB and 2 MiB there are two at either end.
+        let last = (usize::MAX - (14 << 20)) / (4 << 20) + 12;
         assert_eq!(blocks.block(last).map(|block| block.end), Some(usize::MAX));
         assert_eq!(blocks.count(), last + 1);
+    }
+
+    #[test]
+    fn blocks_grow_and_shrink() {
+        let sizes = |bytes, chunk| {
+            let blocks = Blocks::new(bytes, &tuning(8, chunk), 8, 8 << 20);
+            (0..blocks.count()).filter_map(|index| blocks.block(index)).map(|block| block.len() >> 10).collect::<Vec<_>>()
+        };
+        assert_eq!(sizes(3 << 20, 8 << 20), [512; 6]);
+        assert_eq!(sizes((8 << 20) + (100 << 10), 8 << 20), [512, 512, 1024, 1024, 1024, 1024, 1024, 1024, 100, 512, 512]);
+        let long = sizes(100 << 20, 8 << 20);
+        assert_eq!(long[..8], [512, 512, 1024, 1024, 2048, 2048, 4096, 4096]);
+        assert_eq!(long[long.len() - 8..], [4096, 4096, 2048, 2048, 1024, 1024, 512, 512]);
+        assert_eq!(sizes(1 << 20, 300 << 10), [300, 300, 300, 124]);
     }
 
     /// R48: 5,000 pieces of 16 KiB, on machines with few and many CPUs.

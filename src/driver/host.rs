@@ -27,6 +27,12 @@ impl Source for HostSource {
         unsafe { std::ptr::copy_nonoverlapping(self.0.get().as_ptr().add(offset), into.as_mut_ptr(), into.len()) };
         Ok(())
     }
+
+    fn fill_past_caches(&self, offset: usize, into: &mut [u8]) -> Result<()> {
+        // SAFETY: as above.
+        unsafe { copy_past_caches(self.0.get().as_ptr().add(offset), into.as_mut_ptr(), into.len()) };
+        Ok(())
+    }
 }
 
 /// Ordinary host memory that is written.

@@ -1,9 +1,9 @@
 //! One copy through page-locked slots by several threads.
 //!
-//! A block of the copy has a slot while it is filled or emptied and while it travels; blocks take the slots in turn. Threads
+//! A block of the copy has a place in a slot while it is filled or emptied and while it travels; blocks take the places in turn. Threads
 //! take the parts of the blocks in order. On the way up who ends the last part of a block sends it off, and who needs the
-//! slot next looks whether it has arrived; on the way down the first blocks are sent for at the beginning, who needs one looks
-//! whether it is there, and who empties its last part sends for the next one of that slot.
+//! place next looks whether it has arrived; on the way down the first blocks are sent for at the beginning, who needs one looks
+//! whether it is there, and who empties its last part sends for the next one of that place.
 //!
 //! Nobody waits for a block that was taken later than his own, so all of them get on.
 
@@ -21,7 +21,6 @@ use super::pinned::Address;
 use super::stream::Stream;
 use crate::copy::pieces::Blocks;
 use crate::error::{Error, Result};
-use crate::pool::PinnedBuffer;
 
 /// How long a thread of a long copy sleeps while the link is behind; waking takes longer still. On the way up
 /// memory is the bottleneck and a wait is short; on the way down it is the link.
@@ -30,14 +29,14 @@ const NAP_DOWN: Duration = Duration::from_micros(60);
 
 /// What is done with blocks and parts.
 pub(super) trait Work: Send + Sync {
-    /// Submits a block that lies, or is to lie, in a slot.
+    /// Submits a block that lies, or is to lie, in a place.
     ///
     /// # Safety
-    /// The slot holds the block, and stays untouched until the lane has passed.
-    unsafe fn submit(&self, block: Range<usize>, slot: *mut u8, lane: &Stream) -> Result<()>;
+    /// The place holds the block, and stays untouched until the lane has passed.
+    unsafe fn submit(&self, block: Range<usize>, place: *mut u8, lane: &Stream) -> Result<()>;
 
-    /// Fills or empties a part, which has its place in a slot.
-    fn part(&self, part: Range<usize>, slot: &mut [u8]) -> Result<()>;
+    /// Fills or empties a part, which is there.
+    fn part(&self, part: Range<usize>, there: &mut [u8]) -> Result<()>;
 }
 
 pub(super) struct Ring {
@@ -54,9 +53,8 @@ pub(super) struct Ring {
     work: Box<dyn Work>,
 }
 
-/// A slot and what is in it.
+/// Room for a block, and what is in it.
 struct Place {
-    memory: Mutex<Option<PinnedBuffer>>,
     host: Address,
     /// The block whose parts may be worked on.
     open: AtomicUsize,
@@ -81,23 +79,26 @@ pub(super) fn caught(work: impl FnOnce() -> Result<()>) -> Result<()> {
 const NONE: usize = usize::MAX;
 
 impl Ring {
-    pub(super) fn new(
+    /// `places`: each with the copy that may still use it.
+    ///
+    /// # Safety
+    /// The places are page-locked, each as long as any block, and the ring's alone until no thread is in it any more.
+    pub(super) unsafe fn new(
         context: &Arc<Context>,
         lane: Stream,
         way: Way,
         blocks: Blocks,
         awake: bool,
-        slots: Vec<(PinnedBuffer, Option<Arc<Event>>)>,
+        places: Vec<(Address, Option<Arc<Event>>)>,
         work: Box<dyn Work>,
     ) -> Self {
-        let count = slots.len();
-        let place = |(index, (memory, busy)): (usize, (PinnedBuffer, Option<Arc<Event>>))| {
-            // On the way up a slot that nothing uses is open at once. One that does something yet holds the block before.
+        let count = places.len();
+        let place = |(index, (host, busy)): (usize, (Address, Option<Arc<Event>>))| {
+            // On the way up a place that nothing uses is open at once. One that something does yet holds the block before.
             let open = way == Way::Up && busy.is_none();
             let parts = blocks.block(index).map_or(0, |block| blocks.parts(&block));
             Place {
-                host: Address(memory.host()),
-                memory: Mutex::new(Some(memory)),
+                host,
                 open: AtomicUsize::new(if open { index } else { NONE }),
                 left: AtomicUsize::new(if open { parts } else { 0 }),
                 travels: Mutex::new(Travels { block: index.wrapping_sub(count), event: busy }),
@@ -109,7 +110,7 @@ impl Ring {
             way,
             blocks,
             awake,
-            places: slots.into_iter().enumerate().map(place).collect(),
+            places: places.into_iter().enumerate().map(place).collect(),
             next: Mutex::new((0, 0)),
             failed: AtomicBool::new(false),
             error: Mutex::new(None),
@@ -148,12 +149,6 @@ impl Ring {
         self.error.lock().take()
     }
 
-    /// The slots, each with what may still use it. No thread is in the copy any more.
-    pub(super) fn end(&self) -> Vec<(PinnedBuffer, Option<Arc<Event>>)> {
-        let slot = |place: &Place| Some((place.memory.lock().take()?, place.travels.lock().event.take()));
-        self.places.iter().filter_map(slot).collect()
-    }
-
     fn parts(&self) -> Result<()> {
         // Entered, not only bound: events are asked for.
         let _bound = self.context.enter()?;
@@ -163,7 +158,7 @@ impl Ring {
                 return Ok(());
             }
             let range = self.blocks.part(&block, part);
-            // SAFETY: the slot holds a block, the part lies in it and is this thread's alone; nothing travels until all parts
+            // SAFETY: the place holds a block, the part lies in it and is this thread's alone; nothing travels until all parts
             // are done.
             let memory = unsafe {
                 std::slice::from_raw_parts_mut(place.host.get().as_ptr().add(range.start - block.start), range.len())
@@ -195,10 +190,13 @@ impl Ring {
     fn send(&self, place: &Place, index: usize) -> Result<()> {
         let Some(block) = self.blocks.block(index) else { return Ok(()) };
         let mut travels = place.travels.lock();
-        // SAFETY: the slot is as large as any block, holds it (up) or is done with the one before (down), and nobody
+        // SAFETY: the place is as large as any block, holds it (up) or is done with the one before (down), and nobody
         // touches it until the event has passed.
         unsafe { self.work.submit(block, place.host.get().as_ptr(), &self.lane)? };
-        *travels = Travels { block: index, event: Some(Arc::new(Event::record(&self.context, &self.lane)?)) };
+        // On the way up nobody asks about the last block of a place: an event behind them all is the caller's.
+        let asked = self.way == Way::Down || self.blocks.count() - index > self.places.len();
+        let event = if asked { Some(Arc::new(Event::record(&self.context, &self.lane)?)) } else { None };
+        *travels = Travels { block: index, event };
         Ok(())
     }
 

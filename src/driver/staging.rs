@@ -15,6 +15,7 @@ use super::context::{Context, Way};
 use super::copy;
 use super::event::Event;
 use super::host::Lent;
+use super::pinned::Address;
 use super::ring::{Ring, Work, caught};
 use super::stream::{Queue, Stream};
 use crate::copy::pieces::{Blocks, Part, meeting};
@@ -27,7 +28,9 @@ use crate::pool::{PinnedBuffer, PinnedPool};
 /// The threads of a copy up to this size wait for the link awake: a sleep takes longer than a piece of it.
 const AWAKE: usize = 64 << 20;
 
-/// From this size on more threads fill slots: memory, not waking them, is what takes the time then.
+/// From this size on more threads fill slots, and by way of the caches. What several CPUs have just written the link reads slowly
+/// out of their caches, so up to here slots are written past these. In longer copies the link lags behind far enough, and reads
+/// of memory, beside all that the CPUs do there, are what would be slow.
 const LARGE: usize = 128 << 20;
 
 /// The parts of a copy by one thread: while one travels the next is filled.
@@ -102,6 +105,20 @@ impl Slot {
     fn host(&self) -> *mut u8 {
         self.memory.host().as_ptr()
     }
+
+    /// Where blocks can be, each with the copy that still uses that.
+    fn places(&self, blocks: &Blocks) -> impl Iterator<Item = (Address, Option<Arc<Event>>)> {
+        let count = in_a_slot(self.memory.len(), blocks);
+        let starts = chunks(count * blocks.largest(), blocks.largest()).map(|(_, place)| place.start);
+        // SAFETY: that many blocks are no longer than the slot.
+        let place = |start| Address(unsafe { self.memory.host().add(start) });
+        starts.map(move |start| (place(start), self.busy.clone()))
+    }
+}
+
+/// How many blocks a slot of so many bytes has room for.
+fn in_a_slot(bytes: usize, blocks: &Blocks) -> usize {
+    (bytes / blocks.largest().max(1)).max(1)
 }
 
 /// Gives the slots that nothing uses back to their pool; there may be others later.
@@ -203,7 +220,7 @@ impl Staging {
             return unsafe { self.up_once(slot, start, parts, source, bytes, stream) };
         }
         // SAFETY: `share` returns when no thread is in the copy any more.
-        let work = unsafe { Up { parts: Lent::new(parts), source: Lent::source(source) } };
+        let work = unsafe { Up { parts: Lent::new(parts), source: Lent::source(source), past_caches: bytes < LARGE } };
         let threads = if source.is_slow() || bytes >= LARGE { tuning.busy_threads } else { tuning.threads };
         let blocks = Blocks::new(bytes, tuning, at_most(threads), self.piece);
         if self.share(blocks, Way::Up, stream, bytes <= AWAKE, Box::new(work))? {
@@ -319,7 +336,7 @@ impl Staging {
 
     /// Does a copy with several threads; whether it was done: not where nothing can be pinned.
     fn share(&self, blocks: Blocks, way: Way, stream: &Stream, awake: bool, work: Box<dyn Work>) -> Result<bool> {
-        let slots = self.take(blocks.under_way().min(blocks.count()));
+        let mut slots = self.take(blocks.under_way().min(blocks.count()).div_ceil(in_a_slot(self.piece, &blocks)));
         if slots.is_empty() {
             return Ok(false);
         }
@@ -334,20 +351,33 @@ impl Staging {
                 return Err(error);
             }
         };
-        let slots = slots.into_iter().map(|slot| (slot.memory, slot.busy)).collect();
-        let ring = Arc::new(Ring::new(&self.context, lane.clone(), way, blocks, awake, slots, work));
+        let places = slots.iter().flat_map(|slot| slot.places(&blocks)).take(blocks.count()).collect();
+        // SAFETY: the places lie apart in the slots, which are this function's until the copy is over.
+        let ring = unsafe { Ring::new(&self.context, lane.clone(), way, blocks, awake, places, work) };
+        let (ring, helpers) = (Arc::new(ring), blocks.threads - 1);
         let here = ring.clone();
-        let helpers = blocks.threads - 1;
         ring.begin();
         Workers::get().run(helpers, Box::new(move || here.take_part()));
         let mut error = ring.error();
-        if detour && error.is_none() {
-            // The caller's stream goes on when the bytes are there.
-            error = Event::record(&self.context, &lane).and_then(|event| stream.wait_for(&event)).err();
+        if error.is_none() {
+            // Each has held a block, so what used it before has passed.
+            match self.passed(way, &lane, detour.then_some(stream)) {
+                Ok(busy) => slots.iter_mut().for_each(|slot| slot.busy.clone_from(&busy)),
+                Err(failed) => error = Some(failed),
+            }
         }
-        let slots = ring.end().into_iter().map(|(memory, busy)| Slot::new(memory, busy));
         self.settle(error.is_none(), &lane, stream, slots);
         error.map_or(Ok(true), Err)
+    }
+
+    /// What tells that a copy's slots are free; `after` goes on then.
+    fn passed(&self, way: Way, lane: &Stream, after: Option<&Stream>) -> Result<Option<Arc<Event>>> {
+        if way == Way::Down {
+            return Ok(None);
+        }
+        let event = Event::record(&self.context, lane)?;
+        after.map_or(Ok(()), |stream| stream.wait_for(&event))?;
+        Ok(Some(Arc::new(event)))
     }
 
     /// A stream of ours that comes after the caller's.
@@ -397,16 +427,18 @@ fn at_most(threads: usize) -> usize {
 struct Up {
     parts: Lent<[Part]>,
     source: Lent<dyn Source>,
+    past_caches: bool,
 }
 
 impl Work for Up {
-    unsafe fn submit(&self, block: Range<usize>, slot: *mut u8, lane: &Stream) -> Result<()> {
-        // SAFETY: the targets are the word given to `up`; the slot that to this call.
-        unsafe { submit_up(self.parts.get(), &block, slot, lane) }
+    unsafe fn submit(&self, block: Range<usize>, place: *mut u8, lane: &Stream) -> Result<()> {
+        // SAFETY: the targets are the word given to `up`; the place that to this call.
+        unsafe { submit_up(self.parts.get(), &block, place, lane) }
     }
 
-    fn part(&self, part: Range<usize>, slot: &mut [u8]) -> Result<()> {
-        self.source.get().fill(part.start, slot)
+    fn part(&self, part: Range<usize>, there: &mut [u8]) -> Result<()> {
+        let source = self.source.get();
+        if self.past_caches { source.fill_past_caches(part.start, there) } else { source.fill(part.start, there) }
     }
 }
 
@@ -417,13 +449,13 @@ struct Down {
 }
 
 impl Work for Down {
-    unsafe fn submit(&self, block: Range<usize>, slot: *mut u8, lane: &Stream) -> Result<()> {
-        // SAFETY: the source is the word given to `down`; the slot that to this call.
-        unsafe { copy::device_to_host(slot, self.source + block.start as u64, block.len(), lane) }
+    unsafe fn submit(&self, block: Range<usize>, place: *mut u8, lane: &Stream) -> Result<()> {
+        // SAFETY: the source is the word given to `down`; the place that to this call.
+        unsafe { copy::device_to_host(place, self.source + block.start as u64, block.len(), lane) }
     }
 
-    fn part(&self, part: Range<usize>, slot: &mut [u8]) -> Result<()> {
-        self.sink.get().take(part.start, slot)
+    fn part(&self, part: Range<usize>, there: &mut [u8]) -> Result<()> {
+        self.sink.get().take(part.start, there)
     }
 }
 

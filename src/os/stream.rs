@@ -1,7 +1,7 @@
 //! A copy whose stores go past the caches: for memory that the CPU writes and does not read soon.
 //!
-//! An ordinary store first reads the line it writes to, which results of a GPU on the way to their place do not need. On the way to the
-//! GPU the lines had better stay in the cache, from which the link reads them next.
+//! An ordinary store first reads the line it writes to, which results of a GPU on the way to their place do not need; and a line
+//! that a CPU has just written is in its cache, from where the link, and the CPU that writes it next, must fetch it.
 
 /// Below this an ordinary copy is as fast, and leaves the bytes in the cache.
 const SMALLEST: usize = 64 << 10;

@@ -10,7 +10,7 @@ pub(crate) const MOST_THREADS: usize = 8;
 const MOST_BUSY_THREADS: usize = 12;
 
 /// Up to this size one thread copies alone: it needs no hand-over.
-const CROSSOVER: usize = 1 << 20;
+const CROSSOVER: usize = 512 << 10;
 
 /// How copies between pageable host memory and the device are done: built-in values, or what
 /// [`Device::calibrate`](crate::Device::calibrate) measured.
@@ -20,8 +20,8 @@ const CROSSOVER: usize = 1 << 20;
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[non_exhaustive]
 pub struct Tuning {
-    /// Size of the blocks that pass through pinned memory; at least 1, at most 8 MiB count. Copies below 32 MiB, and devices whose pool
-    /// has a budget below that, have smaller ones.
+    /// Size of the largest blocks that pass through pinned memory; at least 1, at most 8 MiB count. Copies below 64 MiB, and devices whose
+    /// pool has a budget below 32 MiB, have smaller ones.
     pub chunk: usize,
     /// Threads that copy at once, the caller's included; at least 1, at most as many as the process has CPUs, and 32.
     pub threads: usize,

@@ -228,10 +228,7 @@ impl Store {
             let (read, write) = (source.open(&stream, part, false), target.open(&stream, part, true));
             // SAFETY: both ends are inside their regions, which track the copy and outlive it.
             unsafe { copy::device_to_host(to.as_ptr().add(part.start), from, part.len(), &stream)? };
-            let seconds = device.platform().figures().device_to_host.seconds(part.len() as u64);
-            let expected = Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX);
-            let event = Event::record(device.context(), &stream)?.not_before(device.shortest_copy(part.len()));
-            let event = Arc::new(event.expecting(expected));
+            let event = Arc::new(device.behind_copy(&stream, Way::Down, part.len())?);
             source.close(read, event.clone());
             target.close(write, event);
         } else {

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use super::TransferTensor;
 use super::store::Store;
 use crate::complete::Signal;
-use crate::driver::{Event, Pending, Way};
+use crate::driver::{Pending, Way};
 use crate::element::Element;
 use crate::error::{Error, Kind, Refused, Result};
 
@@ -36,7 +36,7 @@ pub(super) fn start_to_device(store: &Store) -> Result<Vec<Pending>> {
     let _bound = device.context().to_submit()?;
     let stream = device.context().copy_stream(Way::Up)?;
     let (region, mut submitted) = store.on_device(&all, false, &stream)?;
-    let event = Event::record(device.context(), &stream)?.not_before(device.shortest_copy(submitted.in_flight()));
+    let event = device.behind_copy(&stream, Way::Up, submitted.in_flight())?;
     submitted.close(&Arc::new(event));
     Ok(region.pending(&all, false))
 }

@@ -223,11 +223,18 @@ fn a_failed_pinned_allocation_leaves_nothing_behind() {
 /// the caller's memory are touched any more.
 #[test]
 fn a_copy_that_fails_half_way_is_drained_before_its_error() {
-    for (call, upload) in [("cuMemcpyHtoDAsync", true), ("cuMemcpyDtoHAsync", false), ("cuEventRecord", true)] {
+    let cases = [
+        ("cuMemcpyHtoDAsync", 2, STAGED, true),
+        ("cuMemcpyDtoHAsync", 2, STAGED, false),
+        // The event behind all of a copy whose blocks have a place each, and one behind a block whose place another needs.
+        ("cuEventRecord", 1, STAGED, true),
+        ("cuEventRecord", 2, 12 * MIB, true),
+    ];
+    for (call, nth, len, upload) in cases {
         let Some(gpu) = Gpu::simulated(H200) else { return };
         let sim = gpu.sim.as_ref().unwrap();
-        let bytes = pattern(STAGED, 7);
-        let mut tensor = gpu.device.tensor().strategy(Strategy::Streamed).from_vec(bytes.clone(), [STAGED]).unwrap();
+        let bytes = pattern(len, 7);
+        let mut tensor = gpu.device.tensor().strategy(Strategy::Streamed).from_vec(bytes.clone(), [len]).unwrap();
         // So that nothing is allocated behind the gate.
         drop(tensor.device_mut(&gpu.stream).unwrap());
         gpu.stream.synchronize().unwrap();
@@ -236,7 +243,7 @@ fn a_copy_that_fails_half_way_is_drained_before_its_error() {
         }
         let opener = if upload {
             let opener = gpu.gate(&gpu.stream).open_later();
-            sim.fail_nth(call, 2, 999);
+            sim.fail_nth(call, nth, 999);
             let error = tensor.device_mut(&gpu.stream).map(drop).expect_err(call);
             assert_eq!(error.driver_code(), Some(999), "{call}: {error}");
             opener
@@ -245,7 +252,7 @@ fn a_copy_that_fails_half_way_is_drained_before_its_error() {
             // A write on the held stream, which the download comes after.
             drop(tensor.device_mut(&gpu.stream).unwrap());
             let opener = gate.open_later();
-            sim.fail_nth(call, 2, 999);
+            sim.fail_nth(call, nth, 999);
             let error = tensor.host().map(drop).expect_err(call);
             assert_eq!(error.driver_code(), Some(999), "{call}: {error}");
             opener
