@@ -264,10 +264,16 @@ mod tests {
     fn blocks_grow_and_shrink() {
         let sizes = |bytes, chunk| {
             let blocks = Blocks::new(bytes, &tuning(8, chunk), 8, 8 << 20);
-            (0..blocks.count()).filter_map(|index| blocks.block(index)).map(|block| block.len() >> 10).collect::<Vec<_>>()
+            (0..blocks.count())
+                .filter_map(|index| blocks.block(index))
+                .map(|block| block.len() >> 10)
+                .collect::<Vec<_>>()
         };
         assert_eq!(sizes(3 << 20, 8 << 20), [512; 6]);
-        assert_eq!(sizes((8 << 20) + (100 << 10), 8 << 20), [512, 512, 1024, 1024, 1024, 1024, 1024, 1024, 100, 512, 512]);
+        assert_eq!(
+            sizes((8 << 20) + (100 << 10), 8 << 20),
+            [512, 512, 1024, 1024, 1024, 1024, 1024, 1024, 100, 512, 512]
+        );
         let long = sizes(100 << 20, 8 << 20);
         assert_eq!(long[..8], [512, 512, 1024, 1024, 2048, 2048, 4096, 4096]);
         assert_eq!(long[long.len() - 8..], [4096, 4096, 2048, 2048, 1024, 1024, 512, 512]);

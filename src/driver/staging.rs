@@ -28,10 +28,16 @@ use crate::pool::{PinnedBuffer, PinnedPool};
 /// The threads of a copy up to this size wait for the link awake: a sleep takes longer than a piece of it.
 const AWAKE: usize = 64 << 20;
 
-/// From this size on more threads fill slots, and by way of the caches. What several CPUs have just written the link reads slowly
-/// out of their caches, so up to here slots are written past these. In longer copies the link lags behind far enough, and reads
-/// of memory, beside all that the CPUs do there, are what would be slow.
+/// What several CPUs have just written the link reads slowly out of their caches, so below this size slots are filled past
+/// these. In longer copies the link lags behind far enough, and what would be slow is its reading of memory beside all that the
+/// CPUs do there.
 const LARGE: usize = 128 << 20;
+
+/// From this size on more threads fill slots: memory, not waking them, is what takes the time then.
+const LONG: usize = 64 << 20;
+
+/// The largest block of memory on the way up: the link reads it out of the caches (`bandwidth --sweep`).
+const BLOCK_UP: usize = 4 << 20;
 
 /// The parts of a copy by one thread: while one travels the next is filled.
 const SUB_PIECE: usize = 128 << 10;
@@ -221,8 +227,9 @@ impl Staging {
         }
         // SAFETY: `share` returns when no thread is in the copy any more.
         let work = unsafe { Up { parts: Lent::new(parts), source: Lent::source(source), past_caches: bytes < LARGE } };
-        let threads = if source.is_slow() || bytes >= LARGE { tuning.busy_threads } else { tuning.threads };
-        let blocks = Blocks::new(bytes, tuning, at_most(threads), self.piece);
+        let threads = if source.is_slow() || bytes >= LONG { tuning.busy_threads } else { tuning.threads };
+        let largest = if source.is_slow() { self.piece } else { self.piece.min(BLOCK_UP) };
+        let blocks = Blocks::new(bytes, tuning, at_most(threads), largest);
         if self.share(blocks, Way::Up, stream, bytes <= AWAKE, Box::new(work))? {
             return Ok(blocks.count());
         }

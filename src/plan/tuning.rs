@@ -20,12 +20,12 @@ const CROSSOVER: usize = 512 << 10;
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[non_exhaustive]
 pub struct Tuning {
-    /// Size of the largest blocks that pass through pinned memory; at least 1, at most 8 MiB count. Copies below 64 MiB, and devices whose
-    /// pool has a budget below 32 MiB, have smaller ones.
+    /// Size of the largest blocks that pass through pinned memory; at least 1, at most 8 MiB count, or 4 MiB of memory to the device. Copies below 64 MiB,
+    /// and devices whose pool has a budget below 32 MiB, have smaller ones.
     pub chunk: usize,
     /// Threads that copy at once, the caller's included; at least 1, at most as many as the process has CPUs, and 32.
     pub threads: usize,
-    /// As `threads`, where the CPU takes longer than the link: for copies to the device from 128 MiB on, files, and memory whose
+    /// As `threads`, where the CPU takes longer than the link: for copies to the device from 64 MiB on, files, and memory whose
     /// pages are not there yet.
     pub busy_threads: usize,
     /// Copies to the device of no more bytes than this, and than 8 MiB, are done by the caller's thread alone.

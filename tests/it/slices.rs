@@ -210,6 +210,28 @@ fn a_slot_is_used_again_when_its_block_has_arrived() {
     gpu.finish();
 }
 
+/// The next copy takes other slots than one that is held.
+#[test]
+fn a_slot_that_still_travels_is_not_used_again() {
+    let gpu = Gpu::any(H200);
+    // So that nothing is allocated behind the gate.
+    let warm = gpu.device.upload_new(&gpu.stream, &pattern(40 * MIB, 1)).unwrap();
+    let sources = [2, 3].map(|seed| pattern(3 * MIB + 1, seed));
+    let mut slices =
+        sources.each_ref().map(|source| gpu.device.upload_new(&gpu.stream, &vec![0u8; source.len()]).unwrap());
+    gpu.stream.synchronize().unwrap();
+    let gate = gpu.gate(&gpu.stream);
+    for (source, slice) in sources.iter().zip(&mut slices) {
+        gpu.device.upload(&gpu.stream, source, slice).unwrap();
+    }
+    gate.open();
+    for (source, slice) in sources.iter().zip(&slices) {
+        assert!(gpu.stream.clone_dtoh(slice).unwrap() == *source);
+    }
+    drop((warm, slices));
+    gpu.finish();
+}
+
 /// A copy comes after what its stream was given before, and the stream goes on after it; with one slot and with several, on a
 /// stream of the caller's and on a thread's default one, which is another for the threads that help.
 #[test]
