@@ -9,6 +9,10 @@ use crate::device::Device;
 use crate::error::Result;
 use crate::platform::MemoryModel;
 
+/// Memory below this is seldom new, though nobody has used it yet: the allocator had it before (glibc maps from 32 MiB on, at the
+/// latest, whatever its threshold has grown to: mallopt(3)).
+const MAPPED: usize = 32 << 20;
+
 impl Device {
     /// Whether the copy engines reach ordinary memory themselves: then a detour through page-locked memory only costs.
     pub(crate) fn copies_pageable(&self) -> bool {
@@ -91,7 +95,7 @@ impl Device {
         match unsafe { HostSink::new(target, bytes) } {
             // SAFETY: the caller's.
             Some(sink) => unsafe {
-                let fresh = fresh.then(|| sink.phase());
+                let fresh = (fresh && bytes >= MAPPED).then(|| sink.phase());
                 self.staging().down(&sink, fresh, source, bytes, &self.tuning(), stream).map(drop)
             },
             None => Ok(()),
