@@ -70,6 +70,16 @@ pub(crate) enum Kind {
     NotReady,
     /// Something else still shares the tensor.
     Shared { what: &'static str },
+    /// There is no room in a pool now.
+    Full { items: usize, bytes: u64, most_items: usize, most_bytes: u64 },
+    /// One item is more than a pool may ever hold.
+    TooLarge { bytes: u64, most: u64 },
+    /// A pool takes and delivers nothing any more.
+    Closed { why: String },
+    /// The caller took an item back.
+    Withdrawn,
+    /// The caller's function panicked.
+    Panicked { message: String },
     /// A thread of this crate could not be started or is gone.
     Thread { what: String },
     /// A file could not be opened or read, or was changed meanwhile.
@@ -170,6 +180,7 @@ impl Error {
                 | Kind::Parse { .. }
                 | Kind::WrongContext { .. }
                 | Kind::UnknownTensor { .. }
+                | Kind::TooLarge { .. }
         )
     }
 
@@ -183,9 +194,24 @@ impl Error {
         matches!(*self.kind, Kind::BadFile { .. })
     }
 
-    /// The caller's progress function asked to stop.
+    /// The caller asked to stop: by his progress function, or by cancelling a ticket.
     pub fn is_cancelled(&self) -> bool {
-        matches!(*self.kind, Kind::Cancelled { .. })
+        matches!(*self.kind, Kind::Cancelled { .. } | Kind::Withdrawn)
+    }
+
+    /// There is no room now, and waiting was not asked for, or took too long; ask again later.
+    pub fn is_full(&self) -> bool {
+        matches!(*self.kind, Kind::Full { .. })
+    }
+
+    /// The pool was shut down, or stopped at an error.
+    pub fn is_closed(&self) -> bool {
+        matches!(*self.kind, Kind::Closed { .. })
+    }
+
+    /// The caller's own function panicked.
+    pub fn is_panic(&self) -> bool {
+        matches!(*self.kind, Kind::Panicked { .. })
     }
 
     /// The view asked for is strided, overlapping or reversed: not one contiguous block.
@@ -260,6 +286,14 @@ impl fmt::Display for Error {
             Kind::ReadOnly { why } => write!(f, "the tensor is read-only: {why}"),
             Kind::NotReady => f.write_str("the transfer is still running"),
             Kind::Shared { what } => write!(f, "{what} is still shared"),
+            Kind::Full { items, bytes, most_items, most_bytes } => write!(
+                f,
+                "no room now: {items} of {most_items} items with {bytes} of {most_bytes} bytes are under way or kept"
+            ),
+            Kind::TooLarge { bytes, most } => write!(f, "an item of {bytes} bytes never fits into {most}"),
+            Kind::Closed { why } => write!(f, "nothing is taken any more: {why}"),
+            Kind::Withdrawn => f.write_str("cancelled by the caller"),
+            Kind::Panicked { message } => write!(f, "the caller's function panicked: {message}"),
             Kind::Thread { what } => write!(f, "a worker thread is not available: {what}"),
             Kind::File { path, why } => write!(f, "{}: {why}", path.display()),
             Kind::BadFile { path, what, why } => write!(f, "{}: not a valid {what}: {why}", path.display()),

@@ -64,6 +64,7 @@ mod copy;
 mod device;
 #[allow(unsafe_code)]
 pub(crate) mod driver;
+mod egress;
 #[allow(unsafe_code)]
 mod element;
 mod error;
@@ -87,6 +88,10 @@ pub use calibrate::{Calibration, Scaling};
 pub use cudarc;
 pub use device::{Device, DeviceBuilder, DeviceStats};
 pub use driver::managed::{Advice, Location};
+pub use egress::{
+    Delivered, EgressHealth, EgressPool, EgressPoolBuilder, EgressSender, EgressSource, EgressStats, OnError, Order,
+    Output, Outputs, Shutdown, Stage, Tagged, Ticket,
+};
 pub use element::{DType, Element};
 pub use error::{Error, Refused, Result};
 pub use layout::Shape;
@@ -100,8 +105,8 @@ pub use platform::{Attributes, Capabilities, Detector, MemoryFigures, MemoryMode
 pub use pool::{PinnedBuffer, PinnedPool, PoolOptions, PoolStats, WhenFull};
 pub use rows::Rows;
 pub use tensor::{
-    BothEnds, Copying, DeviceMemory, DeviceMut, DeviceRef, DynTensor, HostMut, HostRef, SharedTensor, TensorOptions,
-    TensorView, TensorViewMut, Transfer, TransferTensor,
+    BothEnds, Copying, DeviceMemory, DeviceMut, DeviceRef, DynTensor, HostMut, HostRef, HostTensor, SharedTensor,
+    TensorOptions, TensorView, TensorViewMut, Transfer, TransferTensor,
 };
 
 /// The README's example compiles.

@@ -22,7 +22,7 @@ pub struct HostRef<'a, T: Element> {
     start: NonNull<T>,
     len: usize,
     /// Keeps the memory where it is.
-    _region: Option<Arc<Region>>,
+    region: Option<Arc<Region>>,
     _borrow: PhantomData<&'a [T]>,
 }
 
@@ -105,7 +105,12 @@ fn acquire<T: Element>(
 impl<'a, T: Element> HostRef<'a, T> {
     pub(super) fn new(store: &'a Store, range: &Range<usize>) -> Result<Self> {
         let (start, len, region) = acquire(store, range, false)?;
-        Ok(Self { start, len, _region: region, _borrow: PhantomData })
+        Ok(Self { start, len, region, _borrow: PhantomData })
+    }
+
+    /// The first element, how many there are, and what keeps them.
+    pub(super) fn into_parts(self) -> (NonNull<T>, usize, Option<Arc<Region>>) {
+        (self.start, self.len, self.region)
     }
 }
 

@@ -8,6 +8,7 @@ mod give;
 mod hints;
 mod host_guard;
 #[cfg(feature = "safetensors")]
+mod landed;
 mod landing;
 mod options;
 mod region;
@@ -28,6 +29,7 @@ pub use copying::{BothEnds, Copying};
 pub use device_guard::{DeviceMut, DeviceRef};
 pub use dynamic::DynTensor;
 pub use host_guard::{HostMut, HostRef};
+pub use landed::HostTensor;
 #[cfg(feature = "safetensors")]
 pub(crate) use landing::Landing;
 pub use options::TensorOptions;

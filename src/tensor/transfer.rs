@@ -56,6 +56,11 @@ impl<T: Element> Transfer<T> {
         Self { tensor: Some(tensor), pending, signal: None }
     }
 
+    /// The tensor, and what to wait for before its elements are looked at.
+    pub(crate) fn into_parts(self) -> (TransferTensor<T>, Vec<Pending>) {
+        (self.tensor.unwrap_or_else(TransferTensor::hollow), self.pending)
+    }
+
     /// Whether the transfer has run, without blocking.
     ///
     /// # Errors

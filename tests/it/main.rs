@@ -13,6 +13,7 @@ mod contexts;
 mod copying;
 mod driver_answers;
 mod dtypes;
+mod egress;
 mod errors;
 mod existing;
 mod failing_calls;

@@ -1,0 +1,167 @@
+//! How much may be under way. No CUDA here: loom explores it.
+//!
+//! Invariants: what was let in is counted until it leaves, and never exceeds the limits; who waits for room is woken by whoever
+//! leaves and by the end, and who waits for all to be delivered by the last that is.
+#![deny(unsafe_code)]
+
+use std::time::Instant;
+
+use crate::error::{Error, Kind, Result};
+use crate::pool::WhenFull;
+use crate::sync::{Condvar, Mutex};
+
+#[derive(Debug)]
+pub(super) struct Gate {
+    state: Mutex<State>,
+    /// Told of every one that leaves or is delivered, and of the end.
+    changed: Condvar,
+    most_items: usize,
+    most_bytes: u64,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    items: usize,
+    bytes: u64,
+    /// Let in and not delivered.
+    open: usize,
+    closed: Option<Error>,
+}
+
+impl Gate {
+    pub(super) fn new(most_items: usize, most_bytes: u64) -> Self {
+        Self { state: Mutex::new(State::default()), changed: Condvar::new(), most_items, most_bytes }
+    }
+
+    /// Lets an item in, which then is open and takes room.
+    ///
+    /// # Errors
+    /// It never fits; there is no room, and `when_full` is over; the end.
+    pub(super) fn enter(&self, bytes: u64, when_full: WhenFull) -> Result<()> {
+        if bytes > self.most_bytes {
+            return Err(Error::new(Kind::TooLarge { bytes, most: self.most_bytes }));
+        }
+        let deadline = match when_full {
+            WhenFull::Wait(most) => Instant::now().checked_add(most),
+            _ => None,
+        };
+        let mut state = self.state.lock();
+        loop {
+            if let Some(error) = &state.closed {
+                return Err(error.clone());
+            }
+            let all = state.bytes.checked_add(bytes).filter(|all| *all <= self.most_bytes);
+            if let (Some(all), true) = (all, state.items < self.most_items) {
+                state.bytes = all;
+                state.items += 1;
+                state.open += 1;
+                return Ok(());
+            }
+            let over = match (when_full, deadline) {
+                (WhenFull::Refuse, _) => true,
+                (WhenFull::Wait(_), Some(deadline)) => self.changed.wait_until(&mut state, deadline).timed_out(),
+                _ => {
+                    self.changed.wait(&mut state);
+                    false
+                }
+            };
+            if over {
+                let (items, bytes) = (state.items, state.bytes);
+                let (most_items, most_bytes) = (self.most_items, self.most_bytes);
+                return Err(Error::new(Kind::Full { items, bytes, most_items, most_bytes }));
+            }
+        }
+    }
+
+    /// The room that an item took is free.
+    pub(super) fn leave(&self, bytes: u64) {
+        let mut state = self.state.lock();
+        state.items -= 1;
+        state.bytes -= bytes;
+        drop(state);
+        self.changed.notify_all();
+    }
+
+    /// An item is delivered, one way or another.
+    pub(super) fn delivered(&self) {
+        self.state.lock().open -= 1;
+        self.changed.notify_all();
+    }
+
+    /// Lets nothing in any more; the first reason stays.
+    pub(super) fn close(&self, why: Error) {
+        self.state.lock().closed.get_or_insert(why);
+        self.changed.notify_all();
+    }
+
+    pub(super) fn closed(&self) -> Option<Error> {
+        self.state.lock().closed.clone()
+    }
+
+    /// Blocks until no more than `rest` items are open, or until `deadline`; whether that is so.
+    pub(super) fn wait_delivered(&self, rest: usize, deadline: Option<Instant>) -> bool {
+        let mut state = self.state.lock();
+        while state.open > rest {
+            match deadline {
+                Some(deadline) => {
+                    if self.changed.wait_until(&mut state, deadline).timed_out() {
+                        return state.open <= rest;
+                    }
+                }
+                None => self.changed.wait(&mut state),
+            }
+        }
+        true
+    }
+
+    /// Items and bytes that take room, and how many items are open.
+    pub(super) fn level(&self) -> (usize, u64, usize) {
+        let state = self.state.lock();
+        (state.items, state.bytes, state.open)
+    }
+}
+
+#[cfg(all(test, transfer_tensor_loom))]
+mod loom_tests {
+    use loom::sync::Arc;
+    use loom::thread;
+
+    use super::*;
+
+    fn model(check: impl Fn() + Send + Sync + 'static) {
+        let mut model = loom::model::Builder::new();
+        model.preemption_bound = Some(2);
+        model.check(check);
+    }
+
+    #[test]
+    fn who_waits_for_room_gets_it_and_who_drains_sees_the_last() {
+        model(|| {
+            let gate = Arc::new(Gate::new(1, 10));
+            gate.enter(10, WhenFull::Block).unwrap();
+            let other = gate.clone();
+            let other = thread::spawn(move || {
+                other.enter(3, WhenFull::Block).unwrap();
+                other.delivered();
+                other.leave(3);
+            });
+            gate.leave(10);
+            gate.delivered();
+            assert!(gate.wait_delivered(0, None) || gate.level().2 > 0);
+            other.join().unwrap();
+            assert_eq!(gate.level(), (0, 0, 0));
+        });
+    }
+
+    #[test]
+    fn the_end_wakes_who_waits_for_room() {
+        model(|| {
+            let gate = Arc::new(Gate::new(1, 10));
+            gate.enter(1, WhenFull::Block).unwrap();
+            let other = gate.clone();
+            let other = thread::spawn(move || other.enter(1, WhenFull::Block).is_err());
+            gate.close(Error::new(Kind::Closed { why: "the end".into() }));
+            assert!(other.join().unwrap());
+        });
+    }
+}

@@ -1,0 +1,406 @@
+//! Results of the device on their way to the host, to consumers, and out of the process.
+//!
+//! ```text
+//! submit ─► gate (room?) ─► copies on a stream of ours ─► waiter ─► line (in order?) ─► worker: consumer ─► ticket or outputs
+//!                                                          └────────── without workers: there ──────────┘
+//! ```
+//!
+//! An item is the source while it is copied (`source`), an [`Output`] that takes room until it is dropped, and a result, which is
+//! given once: to its ticket or to the outputs of its sender. Every item that was taken goes that way to its end, also if its
+//! copy fails, its consumer panics, its ticket is dropped or the pool is.
+#![deny(unsafe_code)]
+
+mod gate;
+mod line;
+mod order;
+mod output;
+mod outputs;
+mod shared;
+mod source;
+mod stats;
+mod ticket;
+
+use std::fmt;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+pub use order::Order;
+pub use output::Output;
+pub use outputs::{Delivered, Outputs};
+pub use source::{EgressSource, Tagged};
+pub use stats::{EgressHealth, EgressStats, Shutdown};
+pub use ticket::Ticket;
+
+use self::gate::Gate;
+use self::line::Line;
+use self::outputs::Channel;
+use self::shared::{Consumer, Observer, Shared, delivering};
+use self::ticket::Item;
+use crate::device::Device;
+use crate::error::{Error, Kind, Refused, Result};
+use crate::pool::WhenFull;
+
+/// What an error of one item means for the others.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum OnError {
+    /// Nothing: it is that item's.
+    #[default]
+    Continue,
+    /// None of them is delivered any more, and none is taken: all end with [`Error::is_closed`].
+    Stop,
+}
+
+/// Where an item is; for [`EgressPoolBuilder::observer`].
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub enum Stage {
+    /// It was taken, and its copies were submitted.
+    Submitted {
+        /// Bytes of the item.
+        bytes: u64,
+    },
+    /// It is on the host.
+    Copied {
+        /// Bytes of the item.
+        bytes: u64,
+    },
+    /// It was consumed.
+    Delivered,
+    /// Its ticket was cancelled in time.
+    Cancelled,
+    /// It ended with an error.
+    Failed {
+        /// Which.
+        error: Error,
+    },
+}
+
+/// Brings results of the device to the host while it works on, and has them consumed: by a function on worker threads, by whoever
+/// waits for a [`Ticket`], or one after another through [`Outputs`].
+///
+/// [`submit`](EgressPool::submit) never waits for the device. Results land in memory of the device's pinned pool, which they give back
+/// when they are dropped; on machines where the device's memory is the host's, nothing is copied.
+///
+/// ```
+/// # cuda_sim::install().unwrap();
+/// # let gpu = cuda_sim::device("x86_h200_sxm_gen5").unwrap();
+/// # let stream = transfer_tensor::cudarc::driver::CudaContext::new(gpu.ordinal())?.new_stream()?;
+/// use std::sync::Arc;
+/// use transfer_tensor::{Device, EgressPool, HostTensor, Output, cudarc::driver::CudaSlice};
+///
+/// let device = Device::new(&stream)?;
+/// let sums = EgressPool::builder(&device).workers(4).capacity(8).consumer(|step: Output<HostTensor<f32>>| {
+///     step.iter().sum::<f32>() // on a worker; write it to a file, send it away
+/// })?;
+/// let mut tickets = Vec::new();
+/// for step in 0..10 {
+///     let result: CudaSlice<f32> = stream.clone_htod(&vec![step as f32; 1000])?; // a kernel's output
+///     tickets.push(sums.submit(result)?);
+/// }
+/// let sums: Result<Vec<f32>, _> = tickets.into_iter().map(|ticket| ticket.wait()).collect();
+/// assert_eq!(sums?[3], 3000.0);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
+/// | | |
+/// |---|---|
+/// | no room | as [`when_full`](EgressPoolBuilder::when_full) says: wait (the default), wait no longer than, refuse. From inside a consumer: refuse, since it may be itself that has the room |
+/// | an item larger than all room | an error at once |
+/// | order | of completion, or of submission |
+/// | the consumer panics | that item's error; the threads go on |
+/// | the device faults | every item's error, promptly; later submits fail |
+/// | a ticket is dropped | the item is consumed all the same |
+/// | a ticket is cancelled | not consumed, if there was time; the copy runs to its end |
+/// | [`shutdown`](EgressPool::shutdown) | nothing is taken any more; what is open is delivered, or told that it was not in time |
+/// | the pool is dropped | as a shutdown without a deadline: it waits, and nothing is lost. Inside a consumer it does not wait; the threads finish what is open |
+pub struct EgressPool<S: EgressSource, R: Send + 'static = Output<<S as EgressSource>::Output>> {
+    shared: Arc<Shared<S, R>>,
+    workers: Vec<JoinHandle<()>>,
+}
+
+/// Makes an [`EgressPool`].
+pub struct EgressPoolBuilder<'d> {
+    device: &'d Device,
+    workers: usize,
+    items: usize,
+    bytes: Option<u64>,
+    order: Order,
+    when_full: WhenFull,
+    on_error: OnError,
+    name: String,
+    on_start: Option<Arc<dyn Fn(usize) + Send + Sync>>,
+    observer: Option<Observer>,
+}
+
+impl EgressPool<crate::tensor::TransferTensor<u8>> {
+    /// Says how the pool is to be.
+    pub fn builder(device: &Device) -> EgressPoolBuilder<'_> {
+        EgressPoolBuilder {
+            device,
+            workers: 1,
+            items: 64,
+            bytes: None,
+            order: Order::default(),
+            when_full: WhenFull::Block,
+            on_error: OnError::default(),
+            name: "transfer-out".into(),
+            on_start: None,
+            observer: None,
+        }
+    }
+}
+
+impl EgressPoolBuilder<'_> {
+    /// How many threads run the consumer; 1, if not said. 0: it runs where copies complete, and holds up the others.
+    pub fn workers(mut self, workers: usize) -> Self {
+        self.workers = workers;
+        self
+    }
+
+    /// How many items there may be at a time, under way or kept by whoever got them; 64, if not said, and at least 1.
+    pub fn capacity(mut self, items: usize) -> Self {
+        self.items = items.max(1);
+        self
+    }
+
+    /// How many bytes these may have together; the budget of the device's pinned pool, if not said.
+    pub fn budget(mut self, bytes: u64) -> Self {
+        self.bytes = Some(bytes);
+        self
+    }
+
+    /// In which order items come to the consumer. With several workers they begin in that order.
+    pub fn order(mut self, order: Order) -> Self {
+        self.order = order;
+        self
+    }
+
+    /// What [`submit`](EgressPool::submit) does where there is no room; [`WhenFull::Block`], if not said.
+    pub fn when_full(mut self, when_full: WhenFull) -> Self {
+        self.when_full = when_full;
+        self
+    }
+
+    /// What an error of one item means for the others.
+    pub fn on_error(mut self, on_error: OnError) -> Self {
+        self.on_error = on_error;
+        self
+    }
+
+    /// The name of the worker threads, which a number follows; `transfer-out`, if not said.
+    pub fn name(mut self, name: impl Into<String>) -> Self {
+        self.name = name.into();
+        self
+    }
+
+    /// Runs at the beginning of each worker thread, with its number: to bind it to CPUs, or to set its priority.
+    pub fn on_start(mut self, start: impl Fn(usize) + Send + Sync + 'static) -> Self {
+        self.on_start = Some(Arc::new(start));
+        self
+    }
+
+    /// Is told where each item is, by number: for metrics. On threads of the pool and of who submits; it should be quick.
+    pub fn observer(mut self, observer: impl Fn(u64, Stage) + Send + Sync + 'static) -> Self {
+        self.observer = Some(Box::new(observer));
+        self
+    }
+
+    /// A pool whose consumer is `consumer`, on the workers; tickets give what it returns.
+    ///
+    /// # Errors
+    /// A thread can not be started.
+    pub fn consumer<S: EgressSource, R: Send + 'static>(
+        self,
+        consumer: impl Fn(Output<S::Output>) -> R + Send + Sync + 'static,
+    ) -> Result<EgressPool<S, R>> {
+        self.build(Box::new(consumer))
+    }
+
+    /// A pool without a consumer of its own, and without workers: tickets and [`Outputs`] give the outputs themselves.
+    pub fn tickets<S: EgressSource>(mut self) -> EgressPool<S> {
+        self.workers = 0;
+        self.assemble(Box::new(std::convert::identity))
+    }
+
+    fn build<S: EgressSource, R: Send + 'static>(self, consumer: Consumer<S::Output, R>) -> Result<EgressPool<S, R>> {
+        let (workers, name, on_start) = (self.workers, self.name.clone(), self.on_start.clone());
+        let mut pool = self.assemble(consumer);
+        for number in 0..workers {
+            let (shared, on_start) = (pool.shared.clone(), on_start.clone());
+            let work = move || {
+                if let Some(start) = on_start {
+                    let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| start(number)));
+                }
+                while let Some(arrived) = shared.line.as_ref().and_then(Line::take) {
+                    shared.deliver(arrived);
+                }
+            };
+            let name = format!("{name}-{number}");
+            let thread = std::thread::Builder::new().name(name.clone()).spawn(work);
+            // Those that run end with the pool, which is dropped here.
+            pool.workers.push(thread.map_err(|error| Error::new(Kind::Thread { what: format!("{name}: {error}") }))?);
+        }
+        Ok(pool)
+    }
+
+    fn assemble<S: EgressSource, R: Send + 'static>(self, consumer: Consumer<S::Output, R>) -> EgressPool<S, R> {
+        let bytes = self.bytes.unwrap_or_else(|| self.device.pool().budget());
+        let shared = Shared {
+            device: self.device.clone(),
+            gate: Arc::new(Gate::new(self.items, bytes)),
+            line: (self.workers > 0).then(|| Line::new(self.order)),
+            consumer,
+            observer: self.observer,
+            when_full: self.when_full,
+            on_error: self.on_error,
+            state: parking_lot::Mutex::default(),
+            open: parking_lot::Mutex::default(),
+        };
+        EgressPool { shared: Arc::new(shared), workers: Vec::new() }
+    }
+}
+
+impl<S: EgressSource, R: Send + 'static> EgressPool<S, R> {
+    /// Takes a source, and submits its copies on streams of the crate's own, so that the source's stream goes on meanwhile. Does not
+    /// wait for the device; for room, as [`when_full`](EgressPoolBuilder::when_full) says.
+    ///
+    /// # Ordering
+    /// See [`EgressSource`].
+    ///
+    /// # Errors
+    /// There is no room ([`Error::is_full`]) or never will be; the pool is closed; a stream is being captured; the device faulted, or
+    /// refused. The source comes back, except where a fault keeps its memory.
+    pub fn submit(&self, source: S) -> Result<Ticket<R>, Refused<Option<S>>> {
+        self.shared.submit(source, None, |number| Item::new(number, None)).map(Ticket::new)
+    }
+
+    /// As [`submit`](Self::submit), with another answer to a lack of room.
+    ///
+    /// # Errors
+    /// As [`submit`](Self::submit).
+    pub fn submit_or(&self, source: S, when_full: WhenFull) -> Result<Ticket<R>, Refused<Option<S>>> {
+        self.shared.submit(source, Some(when_full), |number| Item::new(number, None)).map(Ticket::new)
+    }
+
+    /// A way in whose results come out one after another, instead of through tickets. Each sender has outputs of its own.
+    pub fn channel(&self, order: Order) -> (EgressSender<S, R>, Outputs<R>) {
+        let channel = Channel::new(order);
+        (EgressSender { shared: self.shared.clone(), channel: channel.clone() }, Outputs::new(channel))
+    }
+
+    /// Blocks until all that was submitted is delivered, or until `timeout` is over. From inside a consumer its own item does not
+    /// count.
+    ///
+    /// # Errors
+    /// [`Error::is_not_ready`]: the time is over.
+    pub fn drain(&self, timeout: Duration) -> Result<()> {
+        let deadline = Instant::now().checked_add(timeout);
+        match self.shared.gate.wait_delivered(delivering(), deadline) {
+            true => Ok(()),
+            false => Err(Error::new(Kind::NotReady)),
+        }
+    }
+
+    /// Takes nothing any more, and delivers what is open, for no longer than `deadline`. What is not delivered by then is told so; its
+    /// copies run to their end, and a consumer that is at work goes on, without anybody waiting. Again: the same for what is left.
+    pub fn shutdown(&self, deadline: Duration) -> Shutdown {
+        let before = self.shared.stats();
+        self.shared.gate.close(Error::new(Kind::Closed { why: "the pool was shut down".into() }));
+        let deadline = Instant::now().checked_add(deadline);
+        let in_time = self.shared.gate.wait_delivered(delivering(), deadline);
+        let abandoned = if in_time { 0 } else { self.shared.abandon() };
+        let after = self.shared.stats();
+        Shutdown {
+            delivered: after.delivered - before.delivered,
+            failed: after.failed + after.cancelled - before.failed - before.cancelled,
+            abandoned,
+        }
+    }
+
+    /// How it is.
+    pub fn health(&self) -> EgressHealth {
+        self.shared.health(self.workers.len())
+    }
+
+    /// What it has done so far.
+    pub fn stats(&self) -> EgressStats {
+        self.shared.stats()
+    }
+}
+
+impl<S: EgressSource, R: Send + 'static> Drop for EgressPool<S, R> {
+    fn drop(&mut self) {
+        self.shared.gate.close(Error::new(Kind::Closed { why: "the pool was dropped".into() }));
+        if delivering() > 0 {
+            // This may be a worker, and even the item that the others wait for. They end when all is delivered.
+            let shared = self.shared.clone();
+            let end = move || {
+                shared.gate.wait_delivered(0, None);
+                shared.line.as_ref().map(Line::close)
+            };
+            // Without a thread the workers stay asleep: nothing is lost but they.
+            let _ = std::thread::Builder::new().name("transfer-out-end".into()).spawn(end);
+            return;
+        }
+        self.shared.gate.wait_delivered(0, None);
+        if let Some(line) = &self.shared.line {
+            line.close();
+        }
+        for worker in self.workers.drain(..) {
+            let _ = worker.join();
+        }
+    }
+}
+
+impl<S: EgressSource, R: Send + 'static> fmt::Debug for EgressPool<S, R> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let waiting = self.shared.line.as_ref().map(Line::len);
+        f.debug_struct("EgressPool").field("stats", &self.stats()).field("waiting", &waiting).finish_non_exhaustive()
+    }
+}
+
+impl fmt::Debug for EgressPoolBuilder<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("EgressPoolBuilder")
+            .field("workers", &self.workers)
+            .field("capacity", &self.items)
+            .field("budget", &self.bytes)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Submits to an [`EgressPool`], with the results going to the [`Outputs`] that were made with it. They end when this is dropped and all
+/// is delivered. It may outlive the pool, which then takes nothing.
+pub struct EgressSender<S: EgressSource, R: Send + 'static> {
+    shared: Arc<Shared<S, R>>,
+    channel: Arc<Channel<R>>,
+}
+
+impl<S: EgressSource, R: Send + 'static> EgressSender<S, R> {
+    /// As [`EgressPool::submit`]; the item's number among those of this sender.
+    ///
+    /// # Errors
+    /// As [`EgressPool::submit`]; such an item does not come out.
+    pub fn submit(&self, source: S) -> Result<u64, Refused<Option<S>>> {
+        let mut sent = 0;
+        self.shared.submit(source, None, |number| {
+            sent = self.channel.send();
+            Item::new(number, Some((self.channel.clone(), sent)))
+        })?;
+        Ok(sent)
+    }
+}
+
+impl<S: EgressSource, R: Send + 'static> Drop for EgressSender<S, R> {
+    fn drop(&mut self) {
+        self.channel.end();
+    }
+}
+
+impl<S: EgressSource, R: Send + 'static> fmt::Debug for EgressSender<S, R> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("EgressSender").finish_non_exhaustive()
+    }
+}

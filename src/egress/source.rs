@@ -1,0 +1,298 @@
+//! What can be handed to an egress pool, and what comes out for it.
+#![deny(unsafe_code)]
+
+use std::sync::Arc;
+
+use cudarc::driver::CudaSlice;
+
+use crate::device::Device;
+use crate::driver::Pending;
+use crate::element::Element;
+use crate::error::{Refused, Result};
+use crate::tensor::{HostTensor, TransferTensor};
+
+/// A result on the device, or several of one step, to be brought to the host by an [`EgressPool`](crate::EgressPool).
+///
+/// | source | what comes out |
+/// |---|---|
+/// | [`TransferTensor<T>`] | [`HostTensor<T>`]; nothing is copied where host and device share the memory |
+/// | `CudaSlice<T>`, `Arc<CudaSlice<T>>` | [`HostTensor<T>`] of one dimension, copied once |
+/// | `Vec<S>`, `(A, B)`, `(A, B, C)` | the same of what comes out for each |
+/// | [`Tagged<S, K>`](Tagged) | the same, with the tag |
+///
+/// # Ordering
+/// As for the tensors made of them: the copy comes after what uses the tensor, and after what the slice's stream was given before
+/// [`submit`](crate::EgressPool::submit). What others do with a shared slice meanwhile is theirs to order after the delivery.
+pub trait EgressSource: sealed::Sealed<Landed = Self::Output> + Sized + Send + 'static {
+    /// What a consumer gets.
+    type Output: Send + 'static;
+}
+
+pub(crate) mod sealed {
+    use super::{Device, Pending, Refused, Result};
+
+    /// What an item waits for.
+    #[derive(Debug, Default)]
+    pub struct Waits(pub(in crate::egress) Vec<Pending>);
+
+    pub trait Sealed: Sized {
+        /// The source while it is copied.
+        type Flying: Send + 'static;
+        type Landed: Send + 'static;
+
+        fn bytes(&self) -> u64;
+
+        /// Submits the copies; what to wait for is added to `waits`. What comes back may have been partly copied; nothing does
+        /// where the device faulted meanwhile.
+        fn begin(self, device: &Device, waits: &mut Waits) -> Result<Self::Flying, Refused<Option<Self>>>;
+
+        /// What is on the host, when all of that has passed.
+        fn land(flying: Self::Flying) -> Result<Self::Landed>;
+
+        /// The source again.
+        fn back(flying: Self::Flying) -> Option<Self>;
+    }
+}
+
+use sealed::{Sealed, Waits};
+
+impl<T: Element> EgressSource for TransferTensor<T> {
+    type Output = HostTensor<T>;
+}
+
+impl<T: Element> Sealed for TransferTensor<T> {
+    type Flying = TransferTensor<T>;
+    type Landed = HostTensor<T>;
+
+    fn bytes(&self) -> u64 {
+        TransferTensor::bytes(self) as u64
+    }
+
+    fn begin(self, _: &Device, waits: &mut Waits) -> Result<Self, Refused<Option<Self>>> {
+        match self.to_host() {
+            Ok(transfer) => {
+                let (tensor, all) = transfer.into_parts();
+                waits.0.extend(all);
+                Ok(tensor)
+            }
+            Err(Refused { error, value }) => Err(Refused { error, value: Some(value) }),
+        }
+    }
+
+    fn land(mut flying: Self) -> Result<HostTensor<T>> {
+        // The device's memory is free for the next step.
+        flying.release_device()?;
+        Ok(HostTensor::new(flying)?)
+    }
+
+    fn back(flying: Self) -> Option<Self> {
+        Some(flying)
+    }
+}
+
+impl<T: Element> EgressSource for CudaSlice<T> {
+    type Output = HostTensor<T>;
+}
+
+impl<T: Element> Sealed for CudaSlice<T> {
+    type Flying = TransferTensor<T>;
+    type Landed = HostTensor<T>;
+
+    fn bytes(&self) -> u64 {
+        self.num_bytes() as u64
+    }
+
+    fn begin(self, device: &Device, waits: &mut Waits) -> Result<TransferTensor<T>, Refused<Option<Self>>> {
+        let len = self.len();
+        match device.tensor().from_cuda_slice(self, [len]) {
+            Ok(tensor) => tensor
+                .begin(device, waits)
+                .map_err(|Refused { error, value }| Refused { error, value: value.and_then(Self::back) }),
+            Err(Refused { error, value }) => Err(Refused { error, value: Some(value) }),
+        }
+    }
+
+    fn land(flying: TransferTensor<T>) -> Result<HostTensor<T>> {
+        <TransferTensor<T> as Sealed>::land(flying)
+    }
+
+    fn back(flying: TransferTensor<T>) -> Option<Self> {
+        flying.into_cuda_slice().ok()
+    }
+}
+
+impl<T: Element> EgressSource for Arc<CudaSlice<T>> {
+    type Output = HostTensor<T>;
+}
+
+impl<T: Element> Sealed for Arc<CudaSlice<T>> {
+    type Flying = (TransferTensor<T>, Self);
+    type Landed = HostTensor<T>;
+
+    fn bytes(&self) -> u64 {
+        self.num_bytes() as u64
+    }
+
+    fn begin(self, device: &Device, waits: &mut Waits) -> Result<Self::Flying, Refused<Option<Self>>> {
+        let begun = match device.tensor().from_shared_cuda_slice(self.clone(), [self.len()]) {
+            Ok(tensor) => tensor.begin(device, waits).map_err(|refused| refused.error),
+            Err(error) => Err(error),
+        };
+        match begun {
+            Ok(tensor) => Ok((tensor, self)),
+            Err(error) => Err(Refused { error, value: Some(self) }),
+        }
+    }
+
+    fn land((tensor, _): Self::Flying) -> Result<HostTensor<T>> {
+        <TransferTensor<T> as Sealed>::land(tensor)
+    }
+
+    fn back((_, slice): Self::Flying) -> Option<Self> {
+        Some(slice)
+    }
+}
+
+impl<S: EgressSource> EgressSource for Vec<S> {
+    type Output = Vec<S::Output>;
+}
+
+impl<S: Sealed> Sealed for Vec<S> {
+    type Flying = Vec<S::Flying>;
+    type Landed = Vec<S::Landed>;
+
+    fn bytes(&self) -> u64 {
+        self.iter().map(S::bytes).fold(0, u64::saturating_add)
+    }
+
+    fn begin(self, device: &Device, waits: &mut Waits) -> Result<Self::Flying, Refused<Option<Self>>> {
+        let mut flying = Vec::with_capacity(self.len());
+        let mut rest = self.into_iter();
+        while let Some(source) = rest.next() {
+            match source.begin(device, waits) {
+                Ok(begun) => flying.push(begun),
+                Err(Refused { error, value }) => {
+                    let begun = flying.into_iter().map(S::back);
+                    let value = begun.chain([value]).chain(rest.map(Some)).collect();
+                    return Err(Refused { error, value });
+                }
+            }
+        }
+        Ok(flying)
+    }
+
+    fn land(flying: Self::Flying) -> Result<Self::Landed> {
+        flying.into_iter().map(S::land).collect()
+    }
+
+    fn back(flying: Self::Flying) -> Option<Self> {
+        flying.into_iter().map(S::back).collect()
+    }
+}
+
+impl<A: EgressSource, B: EgressSource> EgressSource for (A, B) {
+    type Output = (A::Output, B::Output);
+}
+
+impl<A: Sealed, B: Sealed> Sealed for (A, B) {
+    type Flying = (A::Flying, B::Flying);
+    type Landed = (A::Landed, B::Landed);
+
+    fn bytes(&self) -> u64 {
+        self.0.bytes().saturating_add(self.1.bytes())
+    }
+
+    fn begin(self, device: &Device, waits: &mut Waits) -> Result<Self::Flying, Refused<Option<Self>>> {
+        let (a, b) = self;
+        let a = match a.begin(device, waits) {
+            Ok(a) => a,
+            Err(Refused { error, value }) => return Err(Refused { error, value: value.map(|a| (a, b)) }),
+        };
+        match b.begin(device, waits) {
+            Ok(b) => Ok((a, b)),
+            Err(Refused { error, value }) => Err(Refused { error, value: A::back(a).zip(value) }),
+        }
+    }
+
+    fn land((a, b): Self::Flying) -> Result<Self::Landed> {
+        Ok((A::land(a)?, B::land(b)?))
+    }
+
+    fn back((a, b): Self::Flying) -> Option<Self> {
+        A::back(a).zip(B::back(b))
+    }
+}
+
+impl<A: EgressSource, B: EgressSource, C: EgressSource> EgressSource for (A, B, C) {
+    type Output = (A::Output, B::Output, C::Output);
+}
+
+impl<A: Sealed, B: Sealed, C: Sealed> Sealed for (A, B, C) {
+    type Flying = <((A, B), C) as Sealed>::Flying;
+    type Landed = (A::Landed, B::Landed, C::Landed);
+
+    fn bytes(&self) -> u64 {
+        self.0.bytes().saturating_add(self.1.bytes()).saturating_add(self.2.bytes())
+    }
+
+    fn begin(self, device: &Device, waits: &mut Waits) -> Result<Self::Flying, Refused<Option<Self>>> {
+        let (a, b, c) = self;
+        let flat = |((a, b), c)| (a, b, c);
+        ((a, b), c).begin(device, waits).map_err(|Refused { error, value }| Refused { error, value: value.map(flat) })
+    }
+
+    fn land(flying: Self::Flying) -> Result<Self::Landed> {
+        let ((a, b), c) = <((A, B), C) as Sealed>::land(flying)?;
+        Ok((a, b, c))
+    }
+
+    fn back(flying: Self::Flying) -> Option<Self> {
+        let ((a, b), c) = <((A, B), C) as Sealed>::back(flying)?;
+        Some((a, b, c))
+    }
+}
+
+/// A source, or what came out for it, with something of the caller's own: a step's number, a request, where to send the answer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Tagged<S, K> {
+    /// What is handed over.
+    pub value: S,
+    /// The caller's own.
+    pub tag: K,
+}
+
+impl<S, K> Tagged<S, K> {
+    /// A source with a tag.
+    pub fn new(value: S, tag: K) -> Self {
+        Self { value, tag }
+    }
+}
+
+impl<S: EgressSource, K: Send + 'static> EgressSource for Tagged<S, K> {
+    type Output = Tagged<S::Output, K>;
+}
+
+impl<S: Sealed, K: Send + 'static> Sealed for Tagged<S, K> {
+    type Flying = Tagged<S::Flying, K>;
+    type Landed = Tagged<S::Landed, K>;
+
+    fn bytes(&self) -> u64 {
+        self.value.bytes()
+    }
+
+    fn begin(self, device: &Device, waits: &mut Waits) -> Result<Self::Flying, Refused<Option<Self>>> {
+        let Self { value, tag } = self;
+        match value.begin(device, waits) {
+            Ok(value) => Ok(Tagged { value, tag }),
+            Err(Refused { error, value }) => Err(Refused { error, value: value.map(|value| Self { value, tag }) }),
+        }
+    }
+
+    fn land(flying: Self::Flying) -> Result<Self::Landed> {
+        Ok(Tagged { value: S::land(flying.value)?, tag: flying.tag })
+    }
+
+    fn back(flying: Self::Flying) -> Option<Self> {
+        Some(Self { value: S::back(flying.value)?, tag: flying.tag })
+    }
+}
