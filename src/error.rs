@@ -313,6 +313,12 @@ impl fmt::Debug for Error {
 
 impl std::error::Error for Error {}
 
+/// What a caught panic said.
+pub(crate) fn panic_message(panic: &(dyn std::any::Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().map(ToString::to_string);
+    text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no message".into())
+}
+
 /// A refusal that gives back what was handed in, so that nothing is lost.
 ///
 /// ```

@@ -41,6 +41,11 @@ impl Shape {
         self.elements()?.checked_mul(size).filter(|&bytes| bytes <= isize::MAX as usize).ok_or_else(|| self.too_large())
     }
 
+    /// How many elements a row of the first axis has; a scalar is one row.
+    pub(crate) fn row_elements(&self) -> Result<usize> {
+        Shape(self.0.get(1..).unwrap_or_default().into()).elements()
+    }
+
     /// The shape of rows `rows` of the first axis, and the elements they span.
     ///
     /// # Errors

@@ -68,9 +68,11 @@ mod egress;
 #[allow(unsafe_code)]
 mod element;
 mod error;
+mod ingress;
 mod layout;
 #[cfg(feature = "safetensors")]
 mod load;
+mod order;
 #[allow(unsafe_code)]
 mod os;
 mod plan;
@@ -89,14 +91,16 @@ pub use cudarc;
 pub use device::{Device, DeviceBuilder, DeviceStats};
 pub use driver::managed::{Advice, Location};
 pub use egress::{
-    Delivered, EgressHealth, EgressPool, EgressPoolBuilder, EgressSender, EgressSource, EgressStats, OnError, Order,
-    Output, Outputs, Shutdown, Stage, Tagged, Ticket,
+    Delivered, EgressHealth, EgressPool, EgressPoolBuilder, EgressSender, EgressSource, EgressStats, OnError, Output,
+    Outputs, Shutdown, Stage, Tagged, Ticket,
 };
 pub use element::{DType, Element};
 pub use error::{Error, Refused, Result};
+pub use ingress::{Batch as IngressBatch, IngressBuilder, IngressError, IngressPrefetcher, IngressResult};
 pub use layout::Shape;
 #[cfg(feature = "safetensors")]
 pub use load::{Checkpoint, Load, Progress, Reading, TensorInfo};
+pub use order::Order;
 pub use plan::{
     Access, Backing, ByMemory, Decision, Direction, Estimate, Figures, HostMemory, Rate, Request, Strategy, Tuning,
     plan,

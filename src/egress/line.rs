@@ -4,7 +4,7 @@
 //! it may take and by the end; after the end what is left is taken, and then nothing more.
 #![deny(unsafe_code)]
 
-use super::order::{Order, Sorter};
+use crate::order::{Order, Sorter};
 use crate::sync::{Condvar, Mutex};
 
 #[derive(Debug)]

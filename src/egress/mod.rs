@@ -12,7 +12,6 @@
 
 mod gate;
 mod line;
-mod order;
 mod output;
 mod outputs;
 mod shared;
@@ -25,7 +24,6 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-pub use order::Order;
 pub use output::Output;
 pub use outputs::{Delivered, Outputs};
 pub use source::{EgressSource, Tagged};
@@ -39,6 +37,7 @@ use self::shared::{Consumer, Observer, Shared, delivering};
 use self::ticket::Item;
 use crate::device::Device;
 use crate::error::{Error, Kind, Refused, Result};
+use crate::order::Order;
 use crate::pool::WhenFull;
 
 /// What an error of one item means for the others.

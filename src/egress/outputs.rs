@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
-use super::order::{Order, Sorter};
 use crate::error::{Error, Kind, Result};
+use crate::order::{Order, Sorter};
 use crate::sync::{Condvar, Mutex};
 
 /// One item's result.
@@ -154,10 +154,10 @@ impl<R> Drop for Outputs<R> {
     fn drop(&mut self) {
         let mut state = self.0.state.lock();
         state.abandoned = true;
-        let left = state.items.drain();
+        let left = std::mem::replace(&mut state.items, Sorter::new(Order::Completion));
         // Not under the lock: callers' values.
         drop(state);
-        left.for_each(drop);
+        drop(left);
     }
 }
 

@@ -18,7 +18,7 @@ use super::stats::{EgressHealth, EgressStats};
 use super::ticket::Item;
 use super::{OnError, Stage};
 use crate::device::Device;
-use crate::error::{Error, Kind, Refused, Result};
+use crate::error::{Error, Kind, Refused, Result, panic_message};
 use crate::pool::WhenFull;
 
 pub(super) type Consumer<O, R> = Box<dyn Fn(Output<O>) -> R + Send + Sync>;
@@ -241,9 +241,6 @@ impl<S: EgressSource, R: Send + 'static> Shared<S, R> {
 
 /// Runs what is the caller's; a panic of it ends no thread of ours.
 fn quietly<T>(run: impl FnOnce() -> T) -> Result<T> {
-    catch_unwind(AssertUnwindSafe(run)).map_err(|panic| {
-        let text = panic.downcast_ref::<&str>().map(ToString::to_string);
-        let text = text.or_else(|| panic.downcast_ref::<String>().cloned());
-        Error::new(Kind::Panicked { message: text.unwrap_or_else(|| "no message".into()) })
-    })
+    let caught = catch_unwind(AssertUnwindSafe(run));
+    caught.map_err(|panic| Error::new(Kind::Panicked { message: panic_message(&*panic) }))
 }

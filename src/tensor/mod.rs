@@ -141,7 +141,7 @@ impl<T: Element> TransferTensor<T> {
     }
 
     /// A tensor of nothing.
-    fn hollow() -> Self {
+    pub(crate) fn hollow() -> Self {
         Self::new(options::empty_store::<T>(), Shape::from([0]))
     }
 

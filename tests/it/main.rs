@@ -18,6 +18,7 @@ mod errors;
 mod existing;
 mod failing_calls;
 mod given_away;
+mod ingress;
 mod lacking;
 mod lent;
 #[cfg(feature = "safetensors")]

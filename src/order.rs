@@ -16,7 +16,7 @@ pub enum Order {
 
 /// Items with their numbers, each of which, from 0 on, comes once.
 #[derive(Debug)]
-pub(super) struct Sorter<I> {
+pub(crate) struct Sorter<I> {
     order: Order,
     ready: VecDeque<(u64, I)>,
     /// Those before which one has yet to come.
@@ -25,11 +25,11 @@ pub(super) struct Sorter<I> {
 }
 
 impl<I> Sorter<I> {
-    pub(super) fn new(order: Order) -> Self {
+    pub(crate) fn new(order: Order) -> Self {
         Self { order, ready: VecDeque::new(), early: BTreeMap::new(), next: 0 }
     }
 
-    pub(super) fn put(&mut self, number: u64, item: I) {
+    pub(crate) fn put(&mut self, number: u64, item: I) {
         if self.order == Order::Completion || number == self.next {
             self.ready.push_back((number, item));
             self.next += 1;
@@ -43,18 +43,17 @@ impl<I> Sorter<I> {
     }
 
     /// The next one that may be handed over.
-    pub(super) fn take(&mut self) -> Option<(u64, I)> {
+    pub(crate) fn take(&mut self) -> Option<(u64, I)> {
         self.ready.pop_front()
     }
 
     /// All that were not taken.
-    pub(super) fn drain(&mut self) -> impl Iterator<Item = I> + use<I> {
-        let (ready, early) = (std::mem::take(&mut self.ready), std::mem::take(&mut self.early));
-        ready.into_iter().map(|(_, item)| item).chain(early.into_values())
+    pub(crate) fn into_all(self) -> impl Iterator<Item = I> {
+        self.ready.into_iter().map(|(_, item)| item).chain(self.early.into_values())
     }
 
     /// How many were not taken.
-    pub(super) fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.ready.len() + self.early.len()
     }
 }

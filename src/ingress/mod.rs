@@ -1,0 +1,267 @@
+//! Batches on their way to the device, ahead of the work on them.
+//!
+//! ```text
+//! source ─► loader thread: host side of a free tensor ─► copy on a stream of ours ─► line (in order) ─► Batch ─► device guard
+//!                    └─────────────────────────── dropped: free again ◄────────────────────────┘
+//! ```
+//!
+//! A batch is a tensor that goes round: its host side is filled when nothing reads it any more, its device side is written when the work on
+//! the batch before is over, and the guard that the caller takes comes after the copy. All of that is the tensor's own (`tensor/region.rs`).
+#![deny(unsafe_code)]
+
+mod batch;
+mod shared;
+
+use std::fmt;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::thread::JoinHandle;
+
+pub use batch::Batch;
+
+use self::shared::{Shared, Source};
+use crate::device::Device;
+use crate::element::Element;
+use crate::error::{Error, Kind, Result};
+use crate::layout::Shape;
+use crate::plan::Access;
+
+/// Why a batch is not there.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum IngressError<E> {
+    /// The source said so.
+    Source(E),
+    /// The source panicked, gave more than a batch holds, or the batch could not be brought to the device.
+    Transfer(Error),
+}
+
+impl<E: fmt::Display> fmt::Display for IngressError<E> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            IngressError::Source(error) => write!(f, "the source failed: {error}"),
+            IngressError::Transfer(error) => error.fmt(f),
+        }
+    }
+}
+
+impl<E: std::error::Error + 'static> std::error::Error for IngressError<E> {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        match self {
+            IngressError::Source(error) => Some(error),
+            IngressError::Transfer(error) => Some(error),
+        }
+    }
+}
+
+/// What an [`IngressPrefetcher`] gives: a batch, or why it is not there.
+pub type IngressResult<T, E> = Result<Batch<T, E>, IngressError<E>>;
+
+/// Loads batches ahead of the work on them: threads have a source fill host memory and submit the copies, on a stream of the crate's own, while
+/// the device is at the batches before. An iterator over [`Batch`]es, in the source's order; it blocks while the next one is not loaded.
+///
+/// Batches go round: each is filled again when it was dropped and the work on it is over. On machines where the device's memory is the host's, what the
+/// source fills is the batch itself.
+///
+/// ```
+/// # cuda_sim::install().unwrap();
+/// # let gpu = cuda_sim::device("x86_h200_sxm_gen5").unwrap();
+/// # let stream = transfer_tensor::cudarc::driver::CudaContext::new(gpu.ordinal())?.new_stream()?;
+/// use transfer_tensor::{Device, IngressPrefetcher};
+///
+/// let device = Device::new(&stream)?;
+/// let data: Vec<f32> = (0..1000).map(|i| i as f32).collect();
+/// let batches = IngressPrefetcher::builder(&device, [64, 10]).depth(3).fill(move |index, rows: &mut [f32]| {
+///     let rest = data.chunks(640).nth(index as usize).unwrap_or_default(); // read a file, decode, shuffle
+///     rows[..rest.len()].copy_from_slice(rest);
+///     Ok::<_, std::io::Error>(rest.len() / 10) // so many rows; 0: the end
+/// })?;
+/// let mut rows = 0;
+/// for batch in batches {
+///     let batch = batch?;
+///     let view = batch.view()?; // the rows that were filled
+///     let guard = view.device(&stream)?; // a kernel's argument: comes after the copy
+///     rows += view.shape().dims()[0];
+/// }
+/// assert_eq!(rows, 100);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
+/// | | |
+/// |---|---|
+/// | how far ahead | [`depth`](IngressBuilder::depth) batches: the source is asked for no more than that beyond what was taken |
+/// | order | the source's, however many threads load |
+/// | an error, a panic of the source | at its position; the batches behind it come all the same |
+/// | [`reset`](IngressPrefetcher::reset) | from the beginning; nothing that was loaded before comes out |
+/// | dropped early | the threads end after what they are at; batches that are out stay what they are |
+pub struct IngressPrefetcher<T: Element, E: Send + 'static> {
+    shared: Arc<Shared<T, E>>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+/// Makes an [`IngressPrefetcher`].
+#[derive(Debug)]
+pub struct IngressBuilder<'d> {
+    device: &'d Device,
+    shape: Shape,
+    depth: usize,
+    threads: usize,
+    access: Access,
+    name: String,
+}
+
+impl IngressPrefetcher<u8, std::convert::Infallible> {
+    /// Batches of this shape; its first dimension counts the rows, of which the last batch may have fewer.
+    pub fn builder(device: &Device, shape: impl Into<Shape>) -> IngressBuilder<'_> {
+        IngressBuilder {
+            device,
+            shape: shape.into(),
+            depth: 2,
+            threads: 1,
+            access: Access::Streaming,
+            name: "transfer-in".into(),
+        }
+    }
+}
+
+impl IngressBuilder<'_> {
+    /// How many batches are loaded ahead; 2, if not said, and at least 1.
+    pub fn depth(mut self, depth: usize) -> Self {
+        self.depth = depth.max(1);
+        self
+    }
+
+    /// How many threads load; 1, if not said, and at least that. More than the depth have nothing to do.
+    pub fn threads(mut self, threads: usize) -> Self {
+        self.threads = threads.max(1);
+        self
+    }
+
+    /// How often the device touches a batch: what the strategy is planned with.
+    pub fn access(mut self, access: Access) -> Self {
+        self.access = access;
+        self
+    }
+
+    /// The name of the loader threads, which a number follows; `transfer-in`, if not said.
+    pub fn name(mut self, name: impl Into<String>) -> Self {
+        self.name = name.into();
+        self
+    }
+
+    /// Batches that `fill` writes: it gets the batch's number, from 0 on, and all its elements, with whatever they held before, and says how many
+    /// rows it has filled; 0 is the end. Several threads call it at once, if there are several, in any order.
+    ///
+    /// # Errors
+    /// The shape has no rows or is too large; a thread can not be started.
+    pub fn fill<T: Element, E: Send + 'static>(
+        self,
+        fill: impl Fn(u64, &mut [T]) -> Result<usize, E> + Send + Sync + 'static,
+    ) -> Result<IngressPrefetcher<T, E>> {
+        let threads = self.threads;
+        self.build(Source::Fill(Box::new(fill)), threads)
+    }
+
+    /// Batches that an iterator gives, whole rows each; `make` makes it, again after a reset. One thread asks it.
+    ///
+    /// # Errors
+    /// As [`fill`](Self::fill). An item that is no whole number of rows, or more than a batch holds, is an error at its position.
+    pub fn items<T: Element, E: Send + 'static, V, I>(
+        self,
+        make: impl Fn() -> I + Send + Sync + 'static,
+    ) -> Result<IngressPrefetcher<T, E>>
+    where
+        V: AsRef<[T]>,
+        I: Iterator<Item = Result<V, E>> + Send + 'static,
+    {
+        let row = self.shape.row_elements()?;
+        let all = self.shape.elements()?;
+        let make = move || -> shared::Items<T, E> {
+            let mut items = make();
+            Box::new(move |into: &mut [T]| {
+                let values = match items.next() {
+                    Some(Ok(values)) => values,
+                    Some(Err(error)) => return Err(IngressError::Source(error)),
+                    None => return Ok(0),
+                };
+                let values = values.as_ref();
+                match into.get_mut(..values.len()) {
+                    Some(into) if values.len() % row == 0 && !values.is_empty() => into.copy_from_slice(values),
+                    _ => {
+                        let what =
+                            format!("an item of {} elements, in batches of {all} with rows of {row}", values.len());
+                        return Err(IngressError::Transfer(Error::unsupported(what, "it is no whole number of rows")));
+                    }
+                }
+                Ok(values.len() / row)
+            })
+        };
+        self.build(Source::Items(Box::new(make)), 1)
+    }
+
+    fn build<T: Element, E: Send + 'static>(
+        self,
+        source: Source<T, E>,
+        threads: usize,
+    ) -> Result<IngressPrefetcher<T, E>> {
+        self.shape.bytes(size_of::<T>())?;
+        if self.shape.row_elements()? == 0 || self.shape.elements()? == 0 {
+            return Err(Error::unsupported(format!("batches of shape {:?}", self.shape.dims()), "they hold nothing"));
+        }
+        let shared = Arc::new(Shared::new(self.device, self.shape, self.access, self.depth, source));
+        let mut prefetcher = IngressPrefetcher { shared, threads: Vec::new() };
+        for number in 0..threads {
+            let shared = prefetcher.shared.clone();
+            let name = format!("{}-{number}", self.name);
+            let thread = std::thread::Builder::new().name(name.clone()).spawn(move || shared.load());
+            // Those that run end with the prefetcher, which is dropped here.
+            let failed = |error| Error::new(Kind::Thread { what: format!("{name}: {error}") });
+            prefetcher.threads.push(thread.map_err(failed)?);
+        }
+        Ok(prefetcher)
+    }
+}
+
+impl<T: Element, E: Send + 'static> IngressPrefetcher<T, E> {
+    /// Begins again with the source's first batch. What is loaded, or being loaded, does not come out any more; batches that were taken stay.
+    pub fn reset(&mut self) {
+        self.shared.reset();
+    }
+
+    /// For a `Stream`: as `futures_core::Stream::poll_next`, without the crate.
+    pub fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<IngressResult<T, E>>> {
+        self.shared.poll_next(context)
+    }
+
+    /// The next batch, to be awaited. `None` at the end.
+    pub fn next_async(&mut self) -> impl Future<Output = Option<IngressResult<T, E>>> + Send + '_ {
+        std::future::poll_fn(|context| self.poll_next(context))
+    }
+}
+
+impl<T: Element, E: Send + 'static> Iterator for IngressPrefetcher<T, E> {
+    type Item = IngressResult<T, E>;
+
+    /// Blocks while the next batch is not loaded; not for its copy, which device guards wait for.
+    fn next(&mut self) -> Option<Self::Item> {
+        self.shared.next()
+    }
+}
+
+impl<T: Element, E: Send + 'static> Drop for IngressPrefetcher<T, E> {
+    fn drop(&mut self) {
+        self.shared.close();
+        for thread in self.threads.drain(..) {
+            // A source may hold the last handle of what holds this.
+            if thread.thread().id() != std::thread::current().id() {
+                let _ = thread.join();
+            }
+        }
+    }
+}
+
+impl<T: Element, E: Send + 'static> fmt::Debug for IngressPrefetcher<T, E> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("IngressPrefetcher").field("threads", &self.threads.len()).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,265 @@
+//! What loader threads and the one who takes batches share.
+//!
+//! Invariants: a number is loaded by one thread, and comes out once, in order, unless the prefetcher begins again before; no number is
+//! begun that is `depth` or more beyond the next to come out; whoever sleeps is woken by what he waits for and by the end.
+#![deny(unsafe_code)]
+
+use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
+
+use parking_lot::{Condvar, Mutex, MutexGuard};
+
+use super::batch::Batch;
+use super::{IngressError, IngressResult};
+use crate::device::Device;
+use crate::element::Element;
+use crate::error::{Error, Kind, Result, panic_message};
+use crate::layout::Shape;
+use crate::order::{Order, Sorter};
+use crate::plan::Access;
+use crate::tensor::TransferTensor;
+
+/// Gives the next rows of an iterator: how many, 0 at the end.
+pub(super) type Items<T, E> = Box<dyn FnMut(&mut [T]) -> Result<usize, IngressError<E>> + Send>;
+
+type Fill<T, E> = Box<dyn Fn(u64, &mut [T]) -> Result<usize, E> + Send + Sync>;
+
+/// Where rows come from.
+pub(super) enum Source<T, E> {
+    Fill(Fill<T, E>),
+    /// For one thread. Makes them, for the first time or again.
+    Items(Box<dyn Fn() -> Items<T, E> + Send + Sync>),
+}
+
+pub(super) struct Shared<T: Element, E> {
+    device: Device,
+    shape: Shape,
+    access: Access,
+    depth: u64,
+    source: Source<T, E>,
+    state: Mutex<State<T, E>>,
+    changed: Condvar,
+}
+
+struct State<T: Element, E> {
+    /// The one that came back first, whose work is over first, first.
+    free: VecDeque<TransferTensor<T>>,
+    loaded: Sorter<Result<Loaded<T>, IngressError<E>>>,
+    /// The next number to load, and to come out.
+    begun: u64,
+    taken: u64,
+    /// The first number that there is not.
+    end: Option<u64>,
+    /// Which time the source is gone through.
+    round: u64,
+    closed: bool,
+    waker: Option<Waker>,
+}
+
+struct Loaded<T: Element> {
+    tensor: TransferTensor<T>,
+    rows: usize,
+}
+
+impl<T: Element, E: Send + 'static> Shared<T, E> {
+    pub(super) fn new(device: &Device, shape: Shape, access: Access, depth: usize, source: Source<T, E>) -> Self {
+        let state = State {
+            free: VecDeque::new(),
+            loaded: Sorter::new(Order::Submission),
+            begun: 0,
+            taken: 0,
+            end: None,
+            round: 0,
+            closed: false,
+            waker: None,
+        };
+        let (device, depth) = (device.clone(), u64::try_from(depth).unwrap_or(u64::MAX));
+        Self { device, shape, access, depth, source, state: Mutex::new(state), changed: Condvar::new() }
+    }
+
+    /// What a loader thread does.
+    pub(super) fn load(&self) {
+        // The iterator of a round, made when that begins.
+        let mut items: Option<(u64, Items<T, E>)> = None;
+        while let Some((number, round, tensor)) = self.begin() {
+            let loaded = self.load_one(number, round, tensor, &mut items);
+            self.put(number, round, loaded);
+        }
+    }
+
+    /// Blocks for a number to load, and a tensor for it if there is a free one; `None` at the end.
+    fn begin(&self) -> Option<(u64, u64, Option<TransferTensor<T>>)> {
+        let mut state = self.state.lock();
+        loop {
+            if state.closed {
+                return None;
+            }
+            let over = state.end.is_some_and(|end| state.begun >= end);
+            if !over && state.begun - state.taken < self.depth {
+                state.begun += 1;
+                return Some((state.begun - 1, state.round, state.free.pop_front()));
+            }
+            self.changed.wait(&mut state);
+        }
+    }
+
+    /// A batch with its rows, 0 at the end, and the tensor in any case in which it still is one.
+    fn load_one(
+        &self,
+        number: u64,
+        round: u64,
+        tensor: Option<TransferTensor<T>>,
+        items: &mut Option<(u64, Items<T, E>)>,
+    ) -> (Option<TransferTensor<T>>, Result<usize, IngressError<E>>) {
+        let mut tensor = match tensor.map_or_else(|| self.make(), Ok) {
+            Ok(tensor) => tensor,
+            Err(error) => return (None, Err(IngressError::Transfer(error))),
+        };
+        let filled = catch_unwind(AssertUnwindSafe(|| {
+            // Waits until the device has read what was there before.
+            let mut values = tensor.host_mut().map_err(IngressError::Transfer)?;
+            match &self.source {
+                Source::Fill(fill) => fill(number, &mut values).map_err(IngressError::Source),
+                Source::Items(make) => {
+                    if items.as_ref().is_none_or(|(of, _)| *of != round) {
+                        *items = Some((round, make()));
+                    }
+                    items.as_mut().map_or(Ok(0), |(_, items)| items(&mut values))
+                }
+            }
+        }));
+        let rows = match filled {
+            Ok(Ok(rows)) => rows,
+            Ok(Err(error)) => return (Some(tensor), Err(error)),
+            Err(panic) => {
+                // What panicked is not asked again.
+                *items = items.take().map(|(of, _)| (of, Box::new(|_: &mut [T]| Ok(0usize)) as Items<T, E>));
+                let error = Error::new(Kind::Panicked { message: panic_message(&*panic) });
+                return (Some(tensor), Err(IngressError::Transfer(error)));
+            }
+        };
+        if rows == 0 {
+            return (Some(tensor), Ok(0));
+        }
+        let most = self.shape.dims().first().copied().unwrap_or(1);
+        if rows > most {
+            let error = Error::new(Kind::Range { start: 0, end: rows, len: most, unit: "rows" });
+            return (Some(tensor), Err(IngressError::Transfer(error)));
+        }
+        // Who uses it on the device comes after the copy; nobody need wait for that here.
+        match tensor.to_device() {
+            Ok(transfer) => (Some(transfer.into_parts().0), Ok(rows)),
+            Err(refused) => (Some(refused.value), Err(IngressError::Transfer(refused.error))),
+        }
+    }
+
+    fn make(&self) -> Result<TransferTensor<T>> {
+        self.device.tensor().access(self.access).zeros(self.shape.clone())
+    }
+
+    fn put(&self, number: u64, round: u64, loaded: (Option<TransferTensor<T>>, Result<usize, IngressError<E>>)) {
+        let (tensor, result) = loaded;
+        let mut state = self.state.lock();
+        if round != state.round {
+            state.free.extend(tensor);
+            // Not under the lock: a caller's error.
+            return drop((state, result));
+        }
+        let result = match (result, tensor) {
+            (Ok(0), tensor) => {
+                state.free.extend(tensor);
+                state.end = Some(state.end.map_or(number, |end| end.min(number)));
+                return self.tell(state);
+            }
+            (Ok(rows), Some(tensor)) => Ok(Loaded { tensor, rows }),
+            (Ok(_), None) => Err(IngressError::Transfer(Error::new(Kind::NotReady))),
+            (Err(error), tensor) => {
+                state.free.extend(tensor);
+                Err(error)
+            }
+        };
+        state.loaded.put(number, result);
+        self.tell(state);
+    }
+
+    fn tell(&self, mut state: MutexGuard<'_, State<T, E>>) {
+        let waker = state.waker.take();
+        drop(state);
+        self.changed.notify_all();
+        if let Some(waker) = waker {
+            let _ = catch_unwind(AssertUnwindSafe(|| waker.wake()));
+        }
+    }
+
+    /// The next batch; `Some(None)` at the end, `None` where it is not loaded.
+    fn take(self: &Arc<Self>, state: &mut State<T, E>) -> Option<Option<IngressResult<T, E>>> {
+        if state.closed || state.end.is_some_and(|end| state.taken >= end) {
+            return Some(None);
+        }
+        let (number, loaded) = state.loaded.take()?;
+        state.taken += 1;
+        Some(Some(loaded.map(|Loaded { tensor, rows }| Batch::new(tensor, number, rows, self.clone()))))
+    }
+
+    pub(super) fn next(self: &Arc<Self>) -> Option<IngressResult<T, E>> {
+        let mut state = self.state.lock();
+        loop {
+            if let Some(next) = self.take(&mut state) {
+                drop(state);
+                self.changed.notify_all();
+                return next;
+            }
+            self.changed.wait(&mut state);
+        }
+    }
+
+    pub(super) fn poll_next(self: &Arc<Self>, context: &mut Context<'_>) -> Poll<Option<IngressResult<T, E>>> {
+        let mut state = self.state.lock();
+        match self.take(&mut state) {
+            Some(next) => {
+                drop(state);
+                self.changed.notify_all();
+                Poll::Ready(next)
+            }
+            None => {
+                state.waker = Some(context.waker().clone());
+                Poll::Pending
+            }
+        }
+    }
+
+    /// A batch's tensor, to be filled again.
+    pub(super) fn give_back(&self, tensor: TransferTensor<T>) {
+        let mut state = self.state.lock();
+        // Nothing is left where a caller has taken it for good.
+        if !state.closed && tensor.shape() == &self.shape {
+            state.free.push_back(tensor);
+        } else {
+            // Not under the lock: it is freed.
+            drop((state, tensor));
+        }
+    }
+
+    pub(super) fn reset(&self) {
+        let mut state = self.state.lock();
+        state.round += 1;
+        (state.begun, state.taken, state.end) = (0, 0, None);
+        let loaded = std::mem::replace(&mut state.loaded, Sorter::new(Order::Submission));
+        drop(state);
+        for loaded in loaded.into_all().flatten() {
+            self.give_back(loaded.tensor);
+        }
+        self.changed.notify_all();
+    }
+
+    pub(super) fn close(&self) {
+        let mut state = self.state.lock();
+        state.closed = true;
+        let left =
+            (std::mem::take(&mut state.free), std::mem::replace(&mut state.loaded, Sorter::new(Order::Submission)));
+        self.tell(state);
+        drop(left);
+    }
+}
