@@ -59,7 +59,7 @@ impl<J> Queue<J> {
         Ok(())
     }
 
-    /// For the thread: moves what is new to `jobs`. Sleeps while there are no jobs at all; for `pause` at most, and not
+    /// For the thread: moves what is new to `jobs`. Sleeps while there are no jobs at all; for `pause` at most (not at all for 0), and not
     /// beyond the next new one, while there are only old ones.
     pub(crate) fn next(&self, jobs: &mut Vec<J>, pause: Duration) -> Next {
         let mut state = self.state.lock();
@@ -69,7 +69,7 @@ impl<J> Queue<J> {
             }
             self.changed.wait(&mut state);
         }
-        if state.new.is_empty() {
+        if state.new.is_empty() && !pause.is_zero() {
             self.changed.wait_for(&mut state, pause);
         }
         if state.new.is_empty() {
