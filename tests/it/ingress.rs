@@ -53,7 +53,10 @@ fn no_more_is_loaded_than_was_asked_for() {
         Ok::<_, ()>(1)
     };
     let mut batches = IngressPrefetcher::builder(&gpu.device, [1, 10]).depth(3).threads(2).fill(fill).unwrap();
-    until(|| asked.load(Ordering::SeqCst) == 3);
+    until(|| asked.load(Ordering::SeqCst) >= 3);
+    // Time enough for one more.
+    (0..10_000).for_each(|_| std::thread::yield_now());
+    assert_eq!(asked.load(Ordering::SeqCst), 3);
     for number in 0..50 {
         // Before, since loading goes on at once.
         taken.store(number + 1, Ordering::SeqCst);
@@ -183,6 +186,33 @@ fn a_reset_begins_with_the_first() {
     }
     assert!(kept.host().unwrap().iter().all(|&byte| byte == 0));
     drop((kept, batches));
+    gpu.finish();
+}
+
+/// Nor what was being loaded then.
+#[test]
+fn what_is_loaded_during_a_reset_is_dropped() {
+    let gpu = Gpu::any(H200);
+    let (go, wait) = std::sync::mpsc::channel::<()>();
+    let (tell, told) = std::sync::mpsc::channel::<()>();
+    let (wait, round) = (std::sync::Mutex::new(wait), AtomicUsize::new(0));
+    let fill = move |number: u64, rows: &mut [u8]| {
+        let round = round.fetch_add(1, Ordering::SeqCst);
+        rows.fill(round as u8);
+        if round == 0 {
+            tell.send(()).unwrap();
+            wait.lock().unwrap().recv().unwrap();
+        }
+        Ok::<_, ()>(if number == 0 { 1 } else { 0 })
+    };
+    let mut batches = IngressPrefetcher::builder(&gpu.device, [1, ROW]).depth(1).fill(fill).unwrap();
+    told.recv().unwrap();
+    batches.reset();
+    go.send(()).unwrap();
+    let batch = batches.next().unwrap().unwrap();
+    assert_eq!((batch.number(), batch.host().unwrap()[0]), (0, 1));
+    assert!(batches.next().is_none());
+    drop((batch, batches));
     gpu.finish();
 }
 
