@@ -6,6 +6,7 @@
 #![deny(unsafe_code)]
 
 use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -313,10 +314,16 @@ impl fmt::Debug for Error {
 
 impl std::error::Error for Error {}
 
-/// What a caught panic said.
-pub(crate) fn panic_message(panic: &(dyn std::any::Any + Send)) -> String {
-    let text = panic.downcast_ref::<&str>().map(ToString::to_string);
-    text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no message".into())
+/// Runs what is the caller's; a panic of it, and of what it panicked with, is an error and ends no thread of ours.
+pub(crate) fn quietly<T>(run: impl FnOnce() -> T) -> Result<T> {
+    catch_unwind(AssertUnwindSafe(run)).map_err(|panic| {
+        let text = panic.downcast_ref::<&str>().map(ToString::to_string);
+        let text = text.or_else(|| panic.downcast_ref::<String>().cloned());
+        if let Err(again) = catch_unwind(AssertUnwindSafe(|| drop(panic))) {
+            std::mem::forget(again);
+        }
+        Error::new(Kind::Panicked { message: text.unwrap_or_else(|| "no message".into()) })
+    })
 }
 
 /// A refusal that gives back what was handed in, so that nothing is lost.

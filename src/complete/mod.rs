@@ -7,4 +7,4 @@ pub(crate) mod waiter;
 
 pub(crate) use background::{Background, Job};
 pub(crate) use signal::Signal;
-pub(crate) use waiter::{Waiter, free_later};
+pub(crate) use waiter::{Waiter, free_later, on_waiter};

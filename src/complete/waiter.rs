@@ -4,6 +4,7 @@
 //! thread has fallen asleep and woken up; then more and more rarely while nothing happens (20 µs to 1 ms). It sleeps when there is no job. A job whose completion can not be established, because the device faulted, ends with that error.
 
 use std::any::Any;
+use std::cell::Cell;
 use std::collections::VecDeque;
 use std::mem::ManuallyDrop;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -26,6 +27,15 @@ const LONGEST: Duration = Duration::from_millis(1);
 
 /// What happens once all of a job has passed, or can not be waited for.
 pub(crate) type Then = Box<dyn FnOnce(Result<()>) + Send>;
+
+thread_local! {
+    static ON_WAITER: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Whether this is a waiter's thread, which must not wait for a job.
+pub(crate) fn on_waiter() -> bool {
+    ON_WAITER.get()
+}
 
 struct Job {
     pending: VecDeque<Front>,
@@ -108,6 +118,7 @@ impl std::fmt::Debug for Waiter {
 }
 
 fn run(queue: &Queue<Job>) {
+    ON_WAITER.set(true);
     let mut jobs: Vec<Job> = Vec::new();
     let mut pause = SHORTEST;
     let mut since = Instant::now();

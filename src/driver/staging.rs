@@ -369,7 +369,8 @@ impl Staging {
         if error.is_none() {
             // Each has held a block, so what used it before has passed.
             match self.passed(way, &lane, detour.then_some(stream)) {
-                Ok(busy) => slots.iter_mut().for_each(|slot| slot.busy.clone_from(&busy)),
+                // Nor is there room behind small copies any more that they had before.
+                Ok(busy) => slots.iter_mut().for_each(|slot| (slot.busy, slot.tail) = (busy.clone(), None)),
                 Err(failed) => error = Some(failed),
             }
         }

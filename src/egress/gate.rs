@@ -59,7 +59,12 @@ impl Gate {
             }
             let over = match (when_full, deadline) {
                 (WhenFull::Refuse, _) => true,
-                (WhenFull::Wait(_), Some(deadline)) => self.changed.wait_until(&mut state, deadline).timed_out(),
+                (WhenFull::Wait(_), Some(deadline)) if Instant::now() >= deadline => true,
+                // Looks again: there may be room just now.
+                (WhenFull::Wait(_), Some(deadline)) => {
+                    self.changed.wait_until(&mut state, deadline);
+                    false
+                }
                 _ => {
                     self.changed.wait(&mut state);
                     false

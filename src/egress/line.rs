@@ -44,6 +44,11 @@ impl<I> Line<I> {
         }
     }
 
+    /// The next item, if it is there.
+    pub(super) fn try_take(&self) -> Option<I> {
+        self.state.lock().items.take().map(|(_, item)| item)
+    }
+
     /// Nothing will be put in any more.
     pub(super) fn close(&self) {
         self.state.lock().closed = true;

@@ -33,10 +33,10 @@ pub use ticket::Ticket;
 use self::gate::Gate;
 use self::line::Line;
 use self::outputs::Channel;
-use self::shared::{Consumer, Observer, Shared, delivering};
+use self::shared::{Consumer, Inside, Observer, Shared, delivering, must_not_wait};
 use self::ticket::Item;
 use crate::device::Device;
-use crate::error::{Error, Kind, Refused, Result};
+use crate::error::{Error, Kind, Refused, Result, quietly};
 use crate::order::Order;
 use crate::pool::WhenFull;
 
@@ -230,7 +230,9 @@ impl EgressPoolBuilder<'_> {
             let (shared, on_start) = (pool.shared.clone(), on_start.clone());
             let work = move || {
                 if let Some(start) = on_start {
-                    let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| start(number)));
+                    let _inside = Inside::start();
+                    let _ = quietly(|| start(number));
+                    let _ = quietly(|| drop(start));
                 }
                 while let Some(arrived) = shared.line.as_ref().and_then(Line::take) {
                     shared.deliver(arrived);
@@ -249,7 +251,8 @@ impl EgressPoolBuilder<'_> {
         let shared = Shared {
             device: self.device.clone(),
             gate: Arc::new(Gate::new(self.items, bytes)),
-            line: (self.workers > 0).then(|| Line::new(self.order)),
+            line: (self.workers > 0 || self.order == Order::Submission).then(|| Line::new(self.order)),
+            inline: self.workers == 0,
             consumer,
             observer: self.observer,
             when_full: self.when_full,
@@ -262,8 +265,9 @@ impl EgressPoolBuilder<'_> {
 }
 
 impl<S: EgressSource, R: Send + 'static> EgressPool<S, R> {
-    /// Takes a source, and submits its copies on streams of the crate's own, so that the source's stream goes on meanwhile. Does not
-    /// wait for the device; for room, as [`when_full`](EgressPoolBuilder::when_full) says.
+    /// Takes a source, and submits its copies on a stream of the crate's own, so that the source's stream goes on meanwhile. Does not
+    /// wait for the device, except for a tensor whose host side is ordinary memory (made from a `Vec`, say), which is copied there and then;
+    /// for room, as [`when_full`](EgressPoolBuilder::when_full) says.
     ///
     /// # Ordering
     /// See [`EgressSource`].
@@ -296,7 +300,7 @@ impl<S: EgressSource, R: Send + 'static> EgressPool<S, R> {
     /// [`Error::is_not_ready`]: the time is over.
     pub fn drain(&self, timeout: Duration) -> Result<()> {
         let deadline = Instant::now().checked_add(timeout);
-        match self.shared.gate.wait_delivered(delivering(), deadline) {
+        match self.shared.gate.wait_delivered(delivering(&self.shared.gate).len(), deadline) {
             true => Ok(()),
             false => Err(Error::new(Kind::NotReady)),
         }
@@ -308,7 +312,7 @@ impl<S: EgressSource, R: Send + 'static> EgressPool<S, R> {
         let before = self.shared.stats();
         self.shared.gate.close(Error::new(Kind::Closed { why: "the pool was shut down".into() }));
         let deadline = Instant::now().checked_add(deadline);
-        let in_time = self.shared.gate.wait_delivered(delivering(), deadline);
+        let in_time = self.shared.gate.wait_delivered(delivering(&self.shared.gate).len(), deadline);
         let abandoned = if in_time { 0 } else { self.shared.abandon() };
         let after = self.shared.stats();
         Shutdown {
@@ -331,8 +335,12 @@ impl<S: EgressSource, R: Send + 'static> EgressPool<S, R> {
 
 impl<S: EgressSource, R: Send + 'static> Drop for EgressPool<S, R> {
     fn drop(&mut self) {
+        // A forked child has neither the threads nor, perhaps, a free lock.
+        if crate::driver::Driver::get().is_err() {
+            return;
+        }
         self.shared.gate.close(Error::new(Kind::Closed { why: "the pool was dropped".into() }));
-        if delivering() > 0 {
+        if must_not_wait() {
             // This may be a worker, and even the item that the others wait for. They end when all is delivered.
             let shared = self.shared.clone();
             let end = move || {

@@ -1,9 +1,8 @@
 //! What a pool's threads share: the way of an item from its copy to its consumer.
 #![deny(unsafe_code)]
 
-use std::cell::Cell;
-use std::collections::BTreeMap;
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::cell::RefCell;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -17,8 +16,9 @@ use super::source::sealed::Waits;
 use super::stats::{EgressHealth, EgressStats};
 use super::ticket::Item;
 use super::{OnError, Stage};
+use crate::complete::on_waiter;
 use crate::device::Device;
-use crate::error::{Error, Kind, Refused, Result, panic_message};
+use crate::error::{Error, Kind, Refused, Result, quietly};
 use crate::pool::WhenFull;
 
 pub(super) type Consumer<O, R> = Box<dyn Fn(Output<O>) -> R + Send + Sync>;
@@ -29,6 +29,8 @@ pub(super) struct Shared<S: EgressSource, R: Send + 'static> {
     pub(super) gate: Arc<Gate>,
     /// Where workers find items; without workers items are consumed where they arrive.
     pub(super) line: Option<Line<Arrived<S, R>>>,
+    /// Nobody takes from the line but who puts into it.
+    pub(super) inline: bool,
     pub(super) consumer: Consumer<S::Output, R>,
     pub(super) observer: Option<Observer>,
     pub(super) when_full: WhenFull,
@@ -56,12 +58,45 @@ pub(super) struct Arrived<S: EgressSource, R> {
 }
 
 thread_local! {
-    /// How many items this thread is delivering: it must not wait for room, which may be for itself to make.
-    static DELIVERING: Cell<usize> = const { Cell::new(0) };
+    /// The items that this thread runs callers' functions for, by their pool's gate and their number: it must not wait for room,
+    /// which may be for itself to make.
+    static INSIDE: RefCell<Vec<(usize, u64)>> = const { RefCell::new(Vec::new()) };
 }
 
-pub(super) fn delivering() -> usize {
-    DELIVERING.get()
+/// While this lives the thread is at an item.
+pub(super) struct Inside(());
+
+impl Inside {
+    fn of(gate: &Arc<Gate>, number: u64) -> Self {
+        let _ = INSIDE.try_with(|inside| inside.borrow_mut().push((Arc::as_ptr(gate).addr(), number)));
+        Self(())
+    }
+
+    /// At the start of a worker, which is at no item.
+    pub(super) fn start() -> Self {
+        let _ = INSIDE.try_with(|inside| inside.borrow_mut().push((0, 0)));
+        Self(())
+    }
+}
+
+impl Drop for Inside {
+    fn drop(&mut self) {
+        let _ = INSIDE.try_with(|inside| inside.borrow_mut().pop());
+    }
+}
+
+/// The items of a pool that this thread is at.
+pub(super) fn delivering(gate: &Arc<Gate>) -> BTreeSet<u64> {
+    let gate = Arc::as_ptr(gate).addr();
+    let of_gate = |inside: &RefCell<Vec<(usize, u64)>>| {
+        inside.borrow().iter().filter(|(of, _)| *of == gate).map(|(_, number)| *number).collect()
+    };
+    INSIDE.try_with(of_gate).unwrap_or_default()
+}
+
+/// Whether items may wait for this thread, which then must not wait for them.
+pub(super) fn must_not_wait() -> bool {
+    on_waiter() || INSIDE.try_with(|inside| !inside.borrow().is_empty()).unwrap_or_default()
 }
 
 impl<S: EgressSource, R: Send + 'static> Shared<S, R> {
@@ -73,14 +108,16 @@ impl<S: EgressSource, R: Send + 'static> Shared<S, R> {
         item: impl FnOnce(u64) -> Arc<Item<R>>,
     ) -> Result<Arc<Item<R>>, Refused<Option<S>>> {
         let bytes = source.bytes();
-        let when_full = if delivering() > 0 { WhenFull::Refuse } else { when_full.unwrap_or(self.when_full) };
+        let when_full = if must_not_wait() { WhenFull::Refuse } else { when_full.unwrap_or(self.when_full) };
         if let Err(error) = self.gate.enter(bytes, when_full) {
             return Err(Refused { error, value: Some(source) });
         }
         // From here on it is open, and must be delivered or given up.
         let permit = Permit::new(self.gate.clone(), bytes);
         let mut waits = Waits::default();
-        let begun = match source.begin(&self.device, &mut waits) {
+        // What it can not give back is dropped there, and a tag is the caller's own.
+        let begun = quietly(|| source.begin(&self.device, &mut waits));
+        let begun = match begun.unwrap_or_else(|error| Err(Refused { error, value: None })) {
             Ok(begun) => begun,
             Err(refused) => {
                 drop(permit);
@@ -97,6 +134,13 @@ impl<S: EgressSource, R: Send + 'static> Shared<S, R> {
         };
         let item = item(number);
         self.open.lock().insert(number, item.clone());
+        // Who gives up what is open says so first, and then looks.
+        let stopped = self.state.lock().stopped.clone();
+        if let Some(error) = stopped
+            && self.open.lock().remove(&number).is_some()
+        {
+            let _ = quietly(|| item.finish(Err(error)));
+        }
         self.observe(number, Stage::Submitted { bytes });
         let (shared, told) = (self.clone(), item.clone());
         let then = Box::new(move |passed: Result<()>| shared.arrived(told, passed, begun, permit, start));
@@ -111,14 +155,17 @@ impl<S: EgressSource, R: Send + 'static> Shared<S, R> {
     fn arrived(&self, item: Arc<Item<R>>, passed: Result<()>, begun: S::Flying, permit: Permit, start: Instant) {
         let number = item.number;
         let bytes = permit.bytes();
-        let output = match passed {
-            Ok(()) => S::land(begun).map(|value| Output::new(value, number, permit)),
+        let inside = Inside::of(&self.gate, number);
+        // A tag in it may be the caller's own.
+        let landed = match passed {
+            Ok(()) => quietly(|| S::land(begun)).and_then(|landed| landed),
             Err(error) => {
-                drop(begun);
-                drop(permit);
+                let _ = quietly(|| drop(begun));
                 Err(error)
             }
         };
+        // Without a value, the room is free.
+        let output = landed.map(|value| Output::new(value, number, permit));
         let at = Instant::now();
         {
             let mut state = self.state.lock();
@@ -132,10 +179,14 @@ impl<S: EgressSource, R: Send + 'static> Shared<S, R> {
         if output.is_ok() {
             self.observe(number, Stage::Copied { bytes });
         }
+        drop(inside);
         let arrived = Arrived { item, output, at };
-        match &self.line {
-            Some(line) => line.put(number, arrived),
-            None => self.deliver(arrived),
+        let Some(line) = &self.line else { return self.deliver(arrived) };
+        line.put(number, arrived);
+        while self.inline
+            && let Some(next) = line.try_take()
+        {
+            self.deliver(next);
         }
     }
 
@@ -150,23 +201,33 @@ impl<S: EgressSource, R: Send + 'static> Shared<S, R> {
             state.stats.waiting_time += begun.saturating_duration_since(at);
             state.stopped.clone()
         };
-        DELIVERING.set(DELIVERING.get() + 1);
+        let inside = Inside::of(&self.gate, item.number);
         let result = match (output, stopped) {
             (Err(error), _) => Err(error),
             (Ok(output), None) if item.begin() => quietly(|| (self.consumer)(output)),
             (Ok(output), stopped) => {
                 // A tag in it may be the caller's own.
                 let _ = quietly(|| drop(output));
+                let stopped = stopped.filter(|_| !item.is_cancelled());
                 Err(stopped.unwrap_or_else(|| Error::new(Kind::Withdrawn)))
             }
         };
         let taken = begun.elapsed();
+        let given_up = self.open.lock().remove(&item.number).is_none();
+        let stopped = if given_up { self.state.lock().stopped.clone() } else { None };
+        let result = match (result, stopped) {
+            (Ok(late), Some(stopped)) => {
+                // Who waited was told so.
+                let _ = quietly(|| drop(late));
+                Err(stopped)
+            }
+            (result, _) => result,
+        };
         self.note(item.number, &result, taken);
-        self.open.lock().remove(&item.number);
         // A result that nobody wants is dropped here, and a waker is a caller's.
         let _ = quietly(|| item.finish(result));
-        drop(item);
-        DELIVERING.set(DELIVERING.get() - 1);
+        let _ = quietly(|| drop(item));
+        drop(inside);
         self.gate.delivered();
     }
 
@@ -206,6 +267,7 @@ impl<S: EgressSource, R: Send + 'static> Shared<S, R> {
     /// Tells the observer; what it does wrong is not the item's.
     fn observe(&self, number: u64, stage: Stage) {
         if let Some(observer) = &self.observer {
+            let _inside = Inside::of(&self.gate, number);
             let _ = quietly(|| observer(number, stage));
         }
     }
@@ -214,7 +276,14 @@ impl<S: EgressSource, R: Send + 'static> Shared<S, R> {
     pub(super) fn abandon(&self) -> u64 {
         let error = Error::new(Kind::Closed { why: "the pool was shut down before the item was delivered".into() });
         self.state.lock().stopped.get_or_insert_with(|| error.clone());
-        let open = std::mem::take(&mut *self.open.lock());
+        // Not those that this thread is at.
+        let own = delivering(&self.gate);
+        let open: BTreeMap<_, _> = {
+            let mut all = self.open.lock();
+            let (own, open) = std::mem::take(&mut *all).into_iter().partition(|(number, _)| own.contains(number));
+            *all = own;
+            open
+        };
         for item in open.values() {
             let _ = quietly(|| item.finish(Err(error.clone())));
         }
@@ -237,10 +306,4 @@ impl<S: EgressSource, R: Send + 'static> Shared<S, R> {
             closed: self.gate.closed().is_some(),
         }
     }
-}
-
-/// Runs what is the caller's; a panic of it ends no thread of ours.
-fn quietly<T>(run: impl FnOnce() -> T) -> Result<T> {
-    let caught = catch_unwind(AssertUnwindSafe(run));
-    caught.map_err(|panic| Error::new(Kind::Panicked { message: panic_message(&*panic) }))
 }

@@ -58,6 +58,10 @@ impl<R> Item<R> {
         }
     }
 
+    pub(super) fn is_cancelled(&self) -> bool {
+        matches!(*self.state.lock(), State::Open { cancelled: true, .. })
+    }
+
     fn cancel(&self) -> bool {
         match &mut *self.state.lock() {
             State::Open { cancelled, .. } => {

@@ -5,7 +5,6 @@
 #![deny(unsafe_code)]
 
 use std::collections::VecDeque;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
@@ -15,7 +14,7 @@ use super::batch::Batch;
 use super::{IngressError, IngressResult};
 use crate::device::Device;
 use crate::element::Element;
-use crate::error::{Error, Kind, Result, panic_message};
+use crate::error::{Error, Kind, Result, quietly};
 use crate::layout::Shape;
 use crate::order::{Order, Sorter};
 use crate::plan::Access;
@@ -117,7 +116,7 @@ impl<T: Element, E: Send + 'static> Shared<T, E> {
             Ok(tensor) => tensor,
             Err(error) => return (None, Err(IngressError::Transfer(error))),
         };
-        let filled = catch_unwind(AssertUnwindSafe(|| {
+        let filled = quietly(|| {
             // Waits until the device has read what was there before.
             let mut values = tensor.host_mut().map_err(IngressError::Transfer)?;
             match &self.source {
@@ -129,15 +128,14 @@ impl<T: Element, E: Send + 'static> Shared<T, E> {
                     items.as_mut().map_or(Ok(0), |(_, items)| items(&mut values))
                 }
             }
-        }));
+        });
         let rows = match filled {
             Ok(Ok(rows)) => rows,
             Ok(Err(error)) => return (Some(tensor), Err(error)),
-            Err(panic) => {
+            Err(panicked) => {
                 // What panicked is not asked again.
                 *items = items.take().map(|(of, _)| (of, Box::new(|_: &mut [T]| Ok(0usize)) as Items<T, E>));
-                let error = Error::new(Kind::Panicked { message: panic_message(&*panic) });
-                return (Some(tensor), Err(IngressError::Transfer(error)));
+                return (Some(tensor), Err(IngressError::Transfer(panicked)));
             }
         };
         if rows == 0 {
@@ -189,7 +187,7 @@ impl<T: Element, E: Send + 'static> Shared<T, E> {
         drop(state);
         self.changed.notify_all();
         if let Some(waker) = waker {
-            let _ = catch_unwind(AssertUnwindSafe(|| waker.wake()));
+            let _ = quietly(|| waker.wake());
         }
     }
 

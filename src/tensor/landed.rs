@@ -79,6 +79,6 @@ impl<T: Element> Deref for HostTensor<T> {
 
 impl<T: Element> fmt::Debug for HostTensor<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("HostTensor").field("shape", self.shape()).field("pinned", &self.region.is_some()).finish()
+        f.debug_struct("HostTensor").field("shape", self.shape()).field("pinned", &self.tensor.is_pinned()).finish()
     }
 }

@@ -7,8 +7,8 @@ mod existing;
 mod give;
 mod hints;
 mod host_guard;
-#[cfg(feature = "safetensors")]
 mod landed;
+#[cfg(feature = "safetensors")]
 mod landing;
 mod options;
 mod region;

@@ -14,6 +14,7 @@ mod copying;
 mod driver_answers;
 mod dtypes;
 mod egress;
+mod egress_edges;
 mod errors;
 mod existing;
 mod failing_calls;

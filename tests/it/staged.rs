@@ -146,3 +146,39 @@ fn small_uploads_on_two_streams_do_not_share_a_slot() {
     drop(device);
     gpu.finish();
 }
+
+/// A slot that a small copy has used, and then a large one on another stream, has no room for the next small one.
+#[test]
+fn a_slot_of_a_large_upload_is_not_shared_by_small_ones() {
+    let Some(gpu) = Gpu::simulated(H200) else { return };
+    let sim = gpu.sim.as_ref().unwrap();
+    let (a, b, large) = (gpu.another_stream(), gpu.another_stream(), gpu.another_stream());
+    let small = vec![1u8; 1000];
+    let source = pattern(3 * MIB / 2, 5);
+    let mut targets: Vec<_> = (0..40).map(|_| a.alloc_zeros::<u8>(small.len()).unwrap()).collect();
+    let mut target = large.alloc_zeros::<u8>(source.len()).unwrap();
+    gpu.context.synchronize().unwrap();
+    let (gate_a, gate_b, gate) = (gpu.gate(&a), gpu.gate(&b), gpu.gate(&large));
+    let (last, others) = targets.split_last_mut().unwrap();
+    // In turn on two streams: each takes a slot of its own, until there are as many as are made.
+    for (at, small_target) in others.iter_mut().take(16).enumerate() {
+        gpu.device.upload(if at % 2 == 0 { &a } else { &b }, &small, small_target).unwrap();
+    }
+    std::thread::scope(|scope| {
+        let (device, large, source, target) = (&gpu.device, &large, &source, &mut target);
+        let upload = scope.spawn(move || device.upload(large, source, target).unwrap());
+        // It waits for one of their slots.
+        let before = sim.count("cuEventQuery");
+        until(|| sim.count("cuEventQuery") > before + 50);
+        gate_a.open();
+        gate_b.open();
+        upload.join().unwrap();
+    });
+    // The large one still waits for its stream.
+    gpu.device.upload(&a, &small, last).unwrap();
+    gate.open();
+    large.synchronize().unwrap();
+    let got = large.clone_dtoh(&target).unwrap();
+    let wrong = got.iter().zip(&source).filter(|(a, b)| a != b).count();
+    assert_eq!(wrong, 0, "bytes of a small copy in a large one");
+}
