@@ -107,7 +107,7 @@ pub enum Stage {
 /// |---|---|
 /// | no room | as [`when_full`](EgressPoolBuilder::when_full) says: wait (the default), wait no longer than, refuse. From inside a consumer: refuse, since it may be itself that has the room |
 /// | an item larger than all room | an error at once |
-/// | order | of completion, or of submission |
+/// | order | of completion, or of submission. Copies run one after another: an item whose stream is held holds up those behind it |
 /// | the consumer panics | that item's error; the threads go on |
 /// | the device faults | every item's error, promptly; later submits fail |
 /// | a ticket is dropped | the item is consumed all the same |
