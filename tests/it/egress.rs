@@ -317,6 +317,26 @@ fn a_ticket_is_waited_for_polled_awaited_cancelled_and_dropped() {
     gpu.finish();
 }
 
+/// Not with their sender.
+#[test]
+fn outputs_end_when_all_that_was_sent_is_delivered() {
+    let gpu = Gpu::any(H200);
+    let pool: EgressPool<CudaSlice<u8>> = builder(&gpu).tickets();
+    held(&pool, || slice(&gpu, 0));
+    let (sender, mut outputs) = pool.channel(Order::Completion);
+    let source = slice(&gpu, 1);
+    gpu.context.synchronize().unwrap();
+    let gate = gpu.gate(&gpu.stream);
+    sender.submit(source).unwrap();
+    drop(sender);
+    assert!(outputs.next_timeout(Duration::from_millis(1)).unwrap_err().is_not_ready());
+    gate.open();
+    assert_eq!(outputs.next().unwrap().result.unwrap()[0], 1);
+    assert!(outputs.next().is_none());
+    drop((outputs, pool));
+    gpu.finish();
+}
+
 /// R76: with an item that is held, with none, twice, from a consumer.
 #[test]
 fn a_shutdown_ends_in_time_and_says_what_became_of_the_items() {

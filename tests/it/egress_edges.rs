@@ -130,10 +130,14 @@ fn a_consumer_that_drains_another_pool_waits_for_all_of_it() {
     let other: Arc<EgressPool<CudaSlice<u8>>> = Arc::new(EgressPool::builder(&gpu.device).tickets());
     drop(other.submit(slice(&gpu, 0)).unwrap().wait().unwrap());
     let drained = other.clone();
-    let pool: EgressPool<CudaSlice<u8>, (bool, u64)> = EgressPool::builder(&gpu.device)
-        .consumer(move |_: Output<Bytes>| {
+    let (go, wait) = std::sync::mpsc::channel();
+    let wait = Mutex::new(wait);
+    // The output goes along: nothing is freed behind the gate.
+    let pool: EgressPool<CudaSlice<u8>, (bool, u64, Output<Bytes>)> = EgressPool::builder(&gpu.device)
+        .consumer(move |out: Output<Bytes>| {
+            wait.lock().unwrap().recv().unwrap();
             let drained_all = drained.drain(Duration::from_millis(20)).is_ok();
-            (drained_all, drained.shutdown(Duration::from_millis(20)).abandoned)
+            (drained_all, drained.shutdown(Duration::from_millis(20)).abandoned, out)
         })
         .unwrap();
     let stream = gpu.another_stream();
@@ -144,11 +148,13 @@ fn a_consumer_that_drains_another_pool_waits_for_all_of_it() {
     let ticket_free = pool.submit(free).unwrap();
     let gate = gpu.gate(&stream);
     let ticket = other.submit(held).unwrap();
-    let (drained_all, abandoned) = ticket_free.wait().unwrap();
+    go.send(()).unwrap();
+    let (drained_all, abandoned, out) = ticket_free.wait().unwrap();
     gate.open();
     assert!(!drained_all, "drained, with an item open");
     assert_eq!(abandoned, 1);
     let _ = ticket.wait();
+    drop(out);
     drop((pool, other, stream));
     gpu.finish();
 }
@@ -229,10 +235,15 @@ fn a_shutdown_counts_no_item_twice() {
 /// That it was cancelled in time is not changed by an end.
 #[test]
 fn what_was_cancelled_is_cancelled_also_in_a_pool_that_stopped() {
-    let gpu = Gpu::any(H200);
+    let Some(gpu) = Gpu::simulated(H200) else { return };
+    let (go, wait) = std::sync::mpsc::channel();
+    let wait = Mutex::new(wait);
     let pool: EgressPool<CudaSlice<u8>, u8> = EgressPool::builder(&gpu.device)
         .on_error(OnError::Stop)
-        .consumer(|out: Output<Bytes>| if out[0] == 1 { panic!("one") } else { out[0] })
+        .consumer(move |out: Output<Bytes>| {
+            wait.lock().unwrap().recv().unwrap();
+            if out[0] == 1 { panic!("one") } else { out[0] }
+        })
         .unwrap();
     let stream = gpu.another_stream();
     let (first, second) = (slice(&gpu, 1), stream.clone_htod(&[2u8; LEN]).unwrap());
@@ -241,8 +252,11 @@ fn what_was_cancelled_is_cancelled_also_in_a_pool_that_stopped() {
     let gate = gpu.gate(&stream);
     let second = pool.submit(second).unwrap();
     assert!(second.cancel());
-    assert!(first.wait().unwrap_err().is_panic());
+    // What is freed then may wait for the device.
     gate.open();
+    go.send(()).unwrap();
+    assert!(first.wait().unwrap_err().is_panic());
+    drop(go);
     let error = second.wait().unwrap_err();
     pool.drain(LIMIT).unwrap();
     assert!(error.is_cancelled() && pool.stats().cancelled == 1, "{error} {:?}", pool.stats());
@@ -499,6 +513,8 @@ fn senders_and_outputs_may_outlive_the_pool() {
     let spare = slice(&gpu, 3);
     std::thread::scope(|scope| {
         let blocked = scope.spawn(|| sender.submit(spare).unwrap_err());
+        // Time enough to fall asleep.
+        (0..10_000).for_each(|_| std::thread::yield_now());
         drop(pool);
         let refused = blocked.join().unwrap();
         assert!(refused.error.is_closed() && refused.value.is_some());
