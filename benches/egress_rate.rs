@@ -39,19 +39,8 @@ fn main() -> Result<(), Failure> {
     write(&args, &rows)
 }
 
-fn row(case: &str, bytes: usize, ours: f64, raw: Option<f64>) -> Row {
-    let large = bytes >= 1 << 20;
-    let show = |seconds: f64| if large { bytes as f64 / seconds * 1e-9 } else { seconds * 1e6 };
-    Row {
-        case: case.into(),
-        bytes,
-        ours: show(ours),
-        raw: raw.map(show),
-        peer: None,
-        ratio: raw.map(|raw| raw / ours),
-        unit: if large { "GB/s" } else { "us" },
-        clock: "wall",
-    }
+fn row(bench: &Bench, case: &str, bytes: usize, ours: f64, raw: Option<f64>) -> Row {
+    Row { clock: "wall", ..Row::of_seconds(bench, case, bytes, ours, raw, None) }
 }
 
 /// A device's memory that every item is copied from: it is there, so that only the way out is measured.
@@ -95,10 +84,10 @@ fn rate(bench: &Bench, bytes: usize, quick: bool, add: &mut dyn FnMut(Row)) -> R
         }
     }
     let (ours, raw) = (median(ours), median(raws));
-    add(row("delivered to a function", bytes, ours, Some(raw)));
+    add(row(bench, "delivered to a function", bytes, ours, Some(raw)));
     if bytes < 1 << 20 {
         println!("{:40} {:>9.0} items/s, raw {:.0}", "", 1.0 / ours, 1.0 / raw);
-        add(row("submit, while many are under way", bytes, median(submits), None));
+        add(row(bench, "submit, while many are under way", bytes, median(submits), None));
     }
     Ok(())
 }
@@ -121,7 +110,7 @@ fn latency(bench: &Bench, bytes: usize, quick: bool, add: &mut dyn FnMut(Row)) -
         submits.push(start.elapsed().as_secs_f64());
         arrivals.push(seen.recv()?.duration_since(start).as_secs_f64());
     }
-    add(row("submit to function, idle pool", bytes, median(arrivals), None));
-    add(row("submit, idle pool", bytes, median(submits), None));
+    add(row(bench, "submit to function, idle pool", bytes, median(arrivals), None));
+    add(row(bench, "submit, idle pool", bytes, median(submits), None));
     Ok(())
 }

@@ -96,7 +96,7 @@ pub use egress::{
 };
 pub use element::{DType, Element};
 pub use error::{Error, Refused, Result};
-pub use ingress::{Batch as IngressBatch, IngressBuilder, IngressError, IngressPrefetcher, IngressResult};
+pub use ingress::{IngressBatch, IngressBuilder, IngressError, IngressPrefetcher, IngressResult};
 pub use layout::Shape;
 #[cfg(feature = "safetensors")]
 pub use load::{Checkpoint, Load, Progress, Reading, TensorInfo};

@@ -1,11 +1,10 @@
 //! One thread a device for copies that nobody waits for while they begin: it does them in the order in which they came.
 
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Sender, channel};
 
 use parking_lot::Mutex;
 
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, Kind, Result, quietly};
 
 /// A job that is dropped unrun tells so by itself.
 pub(crate) type Job = Box<dyn FnOnce() + Send>;
@@ -30,7 +29,7 @@ impl Background {
         let work = move || {
             for job in receiver {
                 // A panic in a caller's waker is his; the other jobs go on.
-                let _ = catch_unwind(AssertUnwindSafe(job));
+                let _ = quietly(job);
             }
         };
         let started = std::thread::Builder::new().name("transfer-stage".into()).spawn(work);

@@ -1,13 +1,12 @@
 //! One thread a device that waits in place of others: it frees memory once the device is done with it, and wakes tasks.
 //!
-//! It asks for every job in turn: awake for a while after a new one and after one that is done, since a short copy is over before a
-//! thread has fallen asleep and woken up; then more and more rarely while nothing happens (20 µs to 1 ms). It sleeps when there is no job. A job whose completion can not be established, because the device faulted, ends with that error.
+//! It asks for every job in turn: awake for a while after a new one and after one that is done, if somebody waits for one, since a short copy
+//! is over before a thread has fallen asleep and woken up; then more and more rarely while nothing happens (20 µs to 1 ms). It sleeps when there is no job. A job whose completion can not be established, because the device faulted, ends with that error.
 
 use std::any::Any;
 use std::cell::Cell;
 use std::collections::VecDeque;
 use std::mem::ManuallyDrop;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -17,7 +16,7 @@ use parking_lot::Mutex;
 use super::queue::{Next, Queue};
 use crate::driver::memory::drop_bound;
 use crate::driver::{Context, Driver, Pending};
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, Kind, Result, quietly};
 
 /// How long it stays awake.
 const AWAKE: Duration = Duration::from_micros(60);
@@ -40,6 +39,8 @@ pub(crate) fn on_waiter() -> bool {
 struct Job {
     pending: VecDeque<Front>,
     then: Then,
+    /// Somebody waits for it.
+    awaited: bool,
 }
 
 /// What a job waits for next.
@@ -59,17 +60,21 @@ impl Waiter {
         Self { queue: Arc::new(Queue::new()) }
     }
 
-    /// Runs `then` on the waiter's thread once all of `pending` has passed.
+    /// Runs `then`, for which somebody waits, on the waiter's thread once all of `pending` has passed.
     ///
     /// # Errors
     /// The thread could not be started: `then` comes back, and has not run.
     pub(crate) fn submit(&self, pending: Vec<Pending>, then: Then) -> Result<(), (Error, Then)> {
+        self.add(pending, then, true)
+    }
+
+    fn add(&self, pending: Vec<Pending>, then: Then, awaited: bool) -> Result<(), (Error, Then)> {
         let start = || {
             let queue = self.queue.clone();
             let thread = std::thread::Builder::new().name("transfer-wait".into()).spawn(move || run(&queue));
             thread.map(drop).map_err(|error| Error::new(Kind::Thread { what: format!("transfer-wait: {error}") }))
         };
-        let job = Job { pending: pending.into_iter().map(Front::Poll).collect(), then };
+        let job = Job { pending: pending.into_iter().map(Front::Poll).collect(), then, awaited };
         self.queue.submit(job, start).map_err(|(error, job)| (error, job.then))
     }
 
@@ -96,7 +101,7 @@ pub(crate) fn free_later(
         Ok(()) => drop_bound(&free, &cuda, ManuallyDrop::into_inner(owner)),
         Err(_) => free.count_leak(),
     });
-    if waiter.submit(pending, then).is_err() {
+    if waiter.add(pending, then, false).is_err() {
         leak.count_leak();
     }
 }
@@ -123,7 +128,7 @@ fn run(queue: &Queue<Job>) {
     let mut pause = SHORTEST;
     let mut since = Instant::now();
     loop {
-        let awake = since.elapsed() < AWAKE;
+        let awake = since.elapsed() < AWAKE && jobs.iter().any(|job| job.awaited);
         let next = queue.next(&mut jobs, if awake { Duration::ZERO } else { pause });
         if next == Next::End {
             return;
@@ -183,10 +188,10 @@ fn block_elsewhere(pending: &Pending) -> Result<Arc<Mutex<Option<Result<()>>>>> 
 }
 
 fn finish(job: Job, result: Result<()>, queue: &Queue<Job>) {
-    let Job { pending, then } = job;
+    let Job { pending, then, .. } = job;
     // What it waited for may hold streams and contexts: gone before anybody is told that the job is done.
     drop(pending);
     // A panic in a caller's owner or waker is his; the other jobs go on.
-    let _ = catch_unwind(AssertUnwindSafe(move || then(result)));
+    let _ = quietly(move || then(result));
     queue.done();
 }

@@ -6,9 +6,9 @@
 #![deny(unsafe_code)]
 
 use std::collections::VecDeque;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, OnceLock};
 
+use crate::error::quietly;
 use crate::sync::{Condvar, Mutex};
 
 /// No more threads than this, however many CPUs there are: one copy takes a few of them (`plan::Tuning`).
@@ -98,7 +98,7 @@ impl Workers {
         let job = Arc::new(Job { share, busy: Mutex::new(0), left: Condvar::new() });
         let seats = self.offer(&job, helpers);
         // The helpers may use what belongs to this thread: it does not leave before they do.
-        let _ = catch_unwind(AssertUnwindSafe(|| (job.share)()));
+        let _ = quietly(|| (job.share)());
         self.withdraw(&job, seats);
         let mut busy = job.busy.lock();
         while *busy > 0 {
@@ -183,7 +183,7 @@ impl Workers {
             };
             drop(given);
             loop {
-                let _ = catch_unwind(AssertUnwindSafe(|| (job.share)()));
+                let _ = quietly(|| (job.share)());
                 job.leave();
                 let mut state = self.state.lock();
                 match self.short_job(&mut state) {

@@ -18,6 +18,7 @@ pub(crate) mod probe;
 mod ring;
 pub(crate) mod rows;
 mod scatter;
+mod slot;
 pub(crate) mod slots;
 pub(crate) mod staging;
 pub(crate) mod stream;

@@ -8,7 +8,6 @@
 //! Nobody waits for a block that was taken later than his own, so all of them get on.
 
 use std::ops::Range;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
@@ -20,7 +19,7 @@ use super::event::Event;
 use super::pinned::Address;
 use super::stream::Stream;
 use crate::copy::pieces::Blocks;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, quietly};
 
 /// How long a thread of a long copy sleeps while the link is behind; waking takes longer still. On the way up
 /// memory is the bottleneck and a wait is short; on the way down it is the link.
@@ -71,8 +70,7 @@ struct Travels {
 
 /// What `work` returns, an error where it panics: what it has submitted is still to be waited for.
 pub(super) fn caught(work: impl FnOnce() -> Result<()>) -> Result<()> {
-    let panicked = |_| Err(Error::unsupported("a staged copy", "its source or sink panicked"));
-    catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(panicked)
+    quietly(work).and_then(|result| result)
 }
 
 /// No block.

@@ -15,9 +15,9 @@ use super::context::{Context, Way};
 use super::copy;
 use super::event::Event;
 use super::host::Lent;
-use super::pinned::Address;
 use super::ring::{Ring, Work, caught};
-use super::stream::{Queue, Stream};
+use super::slot::{Slot, in_a_slot};
+use super::stream::Stream;
 use crate::copy::pieces::{Blocks, Part, meeting};
 use crate::copy::workers::Workers;
 use crate::copy::{STAGED_PIECE, Sink, Source, chunks};
@@ -42,14 +42,6 @@ const BLOCK_UP: usize = 4 << 20;
 /// The parts of a copy by one thread: while one travels the next is filled.
 const SUB_PIECE: usize = 128 << 10;
 
-/// Small copies, up to [`SMALL`] bytes, follow each other in a slot up to here: whether it is free, a question to the driver, is asked
-/// once for all of them.
-const SHARED: usize = 512 << 10;
-const SMALL: usize = 64 << 10;
-
-/// Copies of the CPU's do not share cache lines, nor pairs of them.
-const LINE: usize = 128;
-
 /// So many slots may be on their way at the end of copies; one more copy waits for the first.
 const UNDER_WAY: usize = 16;
 
@@ -67,70 +59,11 @@ pub(crate) struct Staging {
     slots: Arc<Mutex<VecDeque<Slot>>>,
 }
 
-#[derive(Debug)]
-struct Slot {
-    memory: PinnedBuffer,
-    /// The copy that still uses it.
-    busy: Option<Arc<Event>>,
-    /// The queue of that copy, and where the bytes begin that neither it nor any before uses.
-    tail: Option<(Queue, usize)>,
-}
-
-impl Slot {
-    fn new(memory: PinnedBuffer, busy: Option<Arc<Event>>) -> Self {
-        Self { memory, busy, tail: None }
-    }
-
-    /// Waits for the copy that uses it, awake.
-    fn wait(&mut self) -> Result<()> {
-        if let Some(event) = &self.busy {
-            event.wait_awake()?;
-            self.busy = None;
-        }
-        self.tail = None;
-        Ok(())
-    }
-
-    /// Where a small copy on `stream` may begin without a wait: the event behind it will lie behind those before, too.
-    fn room(&self, bytes: usize, stream: &Stream) -> Option<usize> {
-        let (queue, start) = self.tail.as_ref().filter(|_| self.busy.is_some())?;
-        (bytes <= SMALL && start + bytes <= SHARED.min(self.memory.len()) && queue.is_of(stream)).then_some(*start)
-    }
-
-    /// Whether nothing uses it.
-    fn idle(&mut self) -> bool {
-        if self.busy.as_ref().is_some_and(|event| event.query().is_ok_and(|passed| passed)) {
-            self.busy = None;
-        }
-        if self.busy.is_none() {
-            self.tail = None;
-        }
-        self.busy.is_none()
-    }
-
-    fn host(&self) -> *mut u8 {
-        self.memory.host().as_ptr()
-    }
-
-    /// Where blocks can be, each with the copy that still uses that.
-    fn places(&self, blocks: &Blocks) -> impl Iterator<Item = (Address, Option<Arc<Event>>)> {
-        let count = in_a_slot(self.memory.len(), blocks);
-        let starts = chunks(count * blocks.largest(), blocks.largest()).map(|(_, place)| place.start);
-        // SAFETY: that many blocks are no longer than the slot.
-        let place = |start| Address(unsafe { self.memory.host().add(start) });
-        starts.map(move |start| (place(start), self.busy.clone()))
-    }
-}
-
-/// How many blocks a slot of so many bytes has room for.
-fn in_a_slot(bytes: usize, blocks: &Blocks) -> usize {
-    (bytes / blocks.largest().max(1)).max(1)
-}
-
 /// Gives the slots that nothing uses back to their pool; there may be others later.
 fn release(slots: &Mutex<VecDeque<Slot>>) -> bool {
     let mut slots = slots.lock();
-    let (idle, busy) = slots.drain(..).map(|mut slot| (slot.idle(), slot)).partition::<Vec<_>, _>(|(idle, _)| *idle);
+    let (idle, busy) =
+        slots.drain(..).map(|mut slot| (slot.idle().unwrap_or(false), slot)).partition::<Vec<_>, _>(|(idle, _)| *idle);
     slots.extend(busy.into_iter().map(|(_, slot)| slot));
     drop(slots);
     drop(idle);
@@ -150,7 +83,7 @@ impl Staging {
 
     /// Takes the slots out, each with the copy that may still use it: for the end, when they are to be freed.
     pub(crate) fn take_all(&mut self) -> Vec<(PinnedBuffer, Option<Arc<Event>>)> {
-        std::mem::take(&mut *self.slots.lock()).into_iter().map(|slot| (slot.memory, slot.busy)).collect()
+        std::mem::take(&mut *self.slots.lock()).into_iter().map(Slot::into_parts).collect()
     }
 
     /// So many slots; busy ones only where there are many, and none is free. Fewer, or none, where no more can be pinned.
@@ -161,7 +94,7 @@ impl Staging {
         let mut index = slots.len();
         while taken.len() < count && index > 0 {
             index -= 1;
-            if slots.get_mut(index).is_some_and(Slot::idle) {
+            if slots.get_mut(index).is_some_and(|slot| slot.idle().unwrap_or(false)) {
                 taken.extend(slots.remove(index));
             }
         }
@@ -171,7 +104,7 @@ impl Staging {
             let slot = busy.or_else(|| {
                 // Not under the lock: who finds no room has idle slots given back.
                 MutexGuard::unlocked(&mut slots, || self.pool.try_acquire(self.piece).ok())
-                    .map(|memory| Slot::new(memory, None))
+                    .map(Slot::new)
                     .or_else(|| slots.pop_front())
             });
             match slot {
@@ -265,8 +198,7 @@ impl Staging {
                 // SAFETY: the caller's word for the targets; the slot stays untouched until its event has passed.
                 unsafe { submit_up(parts, &piece, staged, stream)? };
             }
-            slot.busy = Some(Arc::new(Event::record(&self.context, stream)?));
-            slot.tail = Some((stream.queue(), end.next_multiple_of(LINE)));
+            slot.used_up_to(end, Event::record(&self.context, stream)?, stream);
             Ok(())
         };
         let result = caught(step);
@@ -369,8 +301,7 @@ impl Staging {
         if error.is_none() {
             // Each has held a block, so what used it before has passed.
             match self.passed(way, &lane, detour.then_some(stream)) {
-                // Nor is there room behind small copies any more that they had before.
-                Ok(busy) => slots.iter_mut().for_each(|slot| (slot.busy, slot.tail) = (busy.clone(), None)),
+                Ok(busy) => slots.iter_mut().for_each(|slot| slot.used(busy.clone())),
                 Err(failed) => error = Some(failed),
             }
         }
@@ -407,16 +338,9 @@ impl Staging {
             let _ = Event::record(&self.context, lane).and_then(|event| stream.wait_for(&event));
         }
         for mut slot in slots {
-            slot.tail = None;
             // What it waits for may be an earlier copy, on another stream.
-            let known = slot.busy.as_ref().map_or(Ok(true), |event| event.query());
-            match (&idle, known) {
-                (Ok(()), Ok(passed)) => {
-                    if passed {
-                        slot.busy = None;
-                    }
-                    self.give([slot]);
-                }
+            match (&idle, slot.idle()) {
+                (Ok(()), Ok(_)) => self.give([slot]),
                 _ => {
                     self.context.count_leak();
                     std::mem::forget(slot);

@@ -14,14 +14,14 @@ use crate::tensor::{DeviceMut, TensorView, TransferTensor};
 
 /// A batch that an [`IngressPrefetcher`](crate::IngressPrefetcher) has loaded: a tensor, whose device guards come after its copy. When it is
 /// dropped, anywhere, its memory is filled again, once the work on it is over.
-pub struct Batch<T: Element, E: Send + 'static> {
+pub struct IngressBatch<T: Element, E: Send + 'static> {
     tensor: TransferTensor<T>,
     number: u64,
     rows: usize,
     shared: Arc<Shared<T, E>>,
 }
 
-impl<T: Element, E: Send + 'static> Batch<T, E> {
+impl<T: Element, E: Send + 'static> IngressBatch<T, E> {
     pub(super) fn new(tensor: TransferTensor<T>, number: u64, rows: usize, shared: Arc<Shared<T, E>>) -> Self {
         Self { tensor, number, rows, shared }
     }
@@ -58,7 +58,7 @@ impl<T: Element, E: Send + 'static> Batch<T, E> {
     }
 }
 
-impl<T: Element, E: Send + 'static> Deref for Batch<T, E> {
+impl<T: Element, E: Send + 'static> Deref for IngressBatch<T, E> {
     type Target = TransferTensor<T>;
 
     fn deref(&self) -> &TransferTensor<T> {
@@ -66,14 +66,14 @@ impl<T: Element, E: Send + 'static> Deref for Batch<T, E> {
     }
 }
 
-impl<T: Element, E: Send + 'static> Drop for Batch<T, E> {
+impl<T: Element, E: Send + 'static> Drop for IngressBatch<T, E> {
     fn drop(&mut self) {
         self.shared.give_back(std::mem::replace(&mut self.tensor, TransferTensor::hollow()));
     }
 }
 
-impl<T: Element, E: Send + 'static> fmt::Debug for Batch<T, E> {
+impl<T: Element, E: Send + 'static> fmt::Debug for IngressBatch<T, E> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Batch").field("number", &self.number).field("rows", &self.rows).finish_non_exhaustive()
+        f.debug_struct("IngressBatch").field("number", &self.number).field("rows", &self.rows).finish_non_exhaustive()
     }
 }

@@ -1,7 +1,7 @@
 //! Batches on their way to the device, ahead of the work on them.
 //!
 //! ```text
-//! source ─► loader thread: host side of a free tensor ─► copy on a stream of ours ─► line (in order) ─► Batch ─► device guard
+//! source ─► loader thread: host side of a free tensor ─► copy on a stream of ours ─► line (in order) ─► batch ─► device guard
 //!                    └─────────────────────────── dropped: free again ◄────────────────────────┘
 //! ```
 //!
@@ -17,7 +17,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::thread::JoinHandle;
 
-pub use batch::Batch;
+pub use batch::IngressBatch;
 
 use self::shared::{Shared, Source};
 use crate::device::Device;
@@ -55,10 +55,10 @@ impl<E: std::error::Error + 'static> std::error::Error for IngressError<E> {
 }
 
 /// What an [`IngressPrefetcher`] gives: a batch, or why it is not there.
-pub type IngressResult<T, E> = Result<Batch<T, E>, IngressError<E>>;
+pub type IngressResult<T, E> = Result<IngressBatch<T, E>, IngressError<E>>;
 
 /// Loads batches ahead of the work on them: threads have a source fill host memory and submit the copies, on a stream of the crate's own, while
-/// the device is at the batches before. An iterator over [`Batch`]es, in the source's order; it blocks while the next one is not loaded.
+/// the device is at the batches before. An iterator over [`IngressBatch`]es, in the source's order; it blocks while the next one is not loaded.
 ///
 /// Batches go round: each is filled again when it was dropped and the work on it is over. On machines where the device's memory is the host's, what the
 /// source fills is the batch itself.

@@ -10,7 +10,7 @@ use std::task::{Context, Poll, Waker};
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
-use super::batch::Batch;
+use super::batch::IngressBatch;
 use super::{IngressError, IngressResult};
 use crate::device::Device;
 use crate::element::Element;
@@ -104,18 +104,40 @@ impl<T: Element, E: Send + 'static> Shared<T, E> {
         }
     }
 
-    /// A batch with its rows, 0 at the end, and the tensor in any case in which it still is one.
+    /// A batch; `None` at the end. The tensor of one that does not come is free again.
     fn load_one(
         &self,
         number: u64,
         round: u64,
         tensor: Option<TransferTensor<T>>,
         items: &mut Option<(u64, Items<T, E>)>,
-    ) -> (Option<TransferTensor<T>>, Result<usize, IngressError<E>>) {
-        let mut tensor = match tensor.map_or_else(|| self.make(), Ok) {
-            Ok(tensor) => tensor,
-            Err(error) => return (None, Err(IngressError::Transfer(error))),
-        };
+    ) -> Result<Option<Loaded<T>>, IngressError<E>> {
+        let mut tensor = tensor.map_or_else(|| self.make(), Ok).map_err(IngressError::Transfer)?;
+        let filled = self.fill(number, round, &mut tensor, items);
+        match filled {
+            Ok(rows) if rows > 0 => {
+                // Who uses it on the device comes after the copy; nobody need wait for that here.
+                let transfer = tensor.to_device().map_err(|refused| {
+                    self.give_back(refused.value);
+                    IngressError::Transfer(refused.error)
+                })?;
+                Ok(Some(Loaded { tensor: transfer.into_parts().0, rows }))
+            }
+            filled => {
+                self.give_back(tensor);
+                filled.map(|_| None)
+            }
+        }
+    }
+
+    /// Has the source fill a tensor: how many rows, 0 at the end.
+    fn fill(
+        &self,
+        number: u64,
+        round: u64,
+        tensor: &mut TransferTensor<T>,
+        items: &mut Option<(u64, Items<T, E>)>,
+    ) -> Result<usize, IngressError<E>> {
         let filled = quietly(|| {
             // Waits until the device has read what was there before.
             let mut values = tensor.host_mut().map_err(IngressError::Transfer)?;
@@ -129,56 +151,36 @@ impl<T: Element, E: Send + 'static> Shared<T, E> {
                 }
             }
         });
-        let rows = match filled {
-            Ok(Ok(rows)) => rows,
-            Ok(Err(error)) => return (Some(tensor), Err(error)),
-            Err(panicked) => {
-                // What panicked is not asked again.
-                *items = items.take().map(|(of, _)| (of, Box::new(|_: &mut [T]| Ok(0usize)) as Items<T, E>));
-                return (Some(tensor), Err(IngressError::Transfer(panicked)));
-            }
-        };
-        if rows == 0 {
-            return (Some(tensor), Ok(0));
-        }
+        let rows = filled.unwrap_or_else(|panicked| {
+            // What panicked is not asked again.
+            *items = Some((round, Box::new(|_: &mut [T]| Ok(0usize))));
+            Err(IngressError::Transfer(panicked))
+        })?;
         let most = self.shape.dims().first().copied().unwrap_or(1);
         if rows > most {
             let error = Error::new(Kind::Range { start: 0, end: rows, len: most, unit: "rows" });
-            return (Some(tensor), Err(IngressError::Transfer(error)));
+            return Err(IngressError::Transfer(error));
         }
-        // Who uses it on the device comes after the copy; nobody need wait for that here.
-        match tensor.to_device() {
-            Ok(transfer) => (Some(transfer.into_parts().0), Ok(rows)),
-            Err(refused) => (Some(refused.value), Err(IngressError::Transfer(refused.error))),
-        }
+        Ok(rows)
     }
 
     fn make(&self) -> Result<TransferTensor<T>> {
         self.device.tensor().access(self.access).zeros(self.shape.clone())
     }
 
-    fn put(&self, number: u64, round: u64, loaded: (Option<TransferTensor<T>>, Result<usize, IngressError<E>>)) {
-        let (tensor, result) = loaded;
+    fn put(&self, number: u64, round: u64, loaded: Result<Option<Loaded<T>>, IngressError<E>>) {
         let mut state = self.state.lock();
         if round != state.round {
-            state.free.extend(tensor);
-            // Not under the lock: a caller's error.
-            return drop((state, result));
+            drop(state);
+            if let Ok(Some(Loaded { tensor, .. })) = loaded {
+                self.give_back(tensor);
+            }
+            return;
         }
-        let result = match (result, tensor) {
-            (Ok(0), tensor) => {
-                state.free.extend(tensor);
-                state.end = Some(state.end.map_or(number, |end| end.min(number)));
-                return self.tell(state);
-            }
-            (Ok(rows), Some(tensor)) => Ok(Loaded { tensor, rows }),
-            (Ok(_), None) => Err(IngressError::Transfer(Error::new(Kind::NotReady))),
-            (Err(error), tensor) => {
-                state.free.extend(tensor);
-                Err(error)
-            }
-        };
-        state.loaded.put(number, result);
+        match loaded.transpose() {
+            Some(loaded) => state.loaded.put(number, loaded),
+            None => state.end = Some(state.end.map_or(number, |end| end.min(number))),
+        }
         self.tell(state);
     }
 
@@ -198,7 +200,7 @@ impl<T: Element, E: Send + 'static> Shared<T, E> {
         }
         let (number, loaded) = state.loaded.take()?;
         state.taken += 1;
-        Some(Some(loaded.map(|Loaded { tensor, rows }| Batch::new(tensor, number, rows, self.clone()))))
+        Some(Some(loaded.map(|Loaded { tensor, rows }| IngressBatch::new(tensor, number, rows, self.clone()))))
     }
 
     pub(super) fn next(self: &Arc<Self>) -> Option<IngressResult<T, E>> {

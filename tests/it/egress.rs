@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use transfer_tensor::cudarc::driver::CudaSlice;
 use transfer_tensor::cudarc::driver::sys::CUresult;
@@ -16,21 +16,21 @@ use crate::machines::pattern;
 use crate::pool::until;
 use crate::support::{CountingWaker, GH200, Gpu, H200, HANG, SPARK, block_on, poll_once, within};
 
-const LEN: usize = 1 << 12;
-const FAULT: u32 = CUresult::CUDA_ERROR_ILLEGAL_ADDRESS as u32;
+pub(crate) const LEN: usize = 1 << 12;
+pub(crate) const FAULT: u32 = CUresult::CUDA_ERROR_ILLEGAL_ADDRESS as u32;
 
 type Bytes = HostTensor<u8>;
 
-fn builder(gpu: &Gpu) -> EgressPoolBuilder<'_> {
+pub(crate) fn builder(gpu: &Gpu) -> EgressPoolBuilder<'_> {
     EgressPool::builder(&gpu.device)
 }
 
-fn slice(gpu: &Gpu, value: u8) -> CudaSlice<u8> {
+pub(crate) fn slice(gpu: &Gpu, value: u8) -> CudaSlice<u8> {
     gpu.stream.clone_htod(&[value; LEN]).unwrap()
 }
 
 /// A source that comes after a gate on the stream of `gpu`; nothing is allocated behind that.
-fn held<S: EgressSource<Output = Bytes>>(pool: &EgressPool<S>, warm: impl FnOnce() -> S) {
+pub(crate) fn held<S: EgressSource<Output = Bytes>>(pool: &EgressPool<S>, warm: impl FnOnce() -> S) {
     drop(pool.submit(warm()).unwrap().wait().unwrap());
 }
 
@@ -42,7 +42,7 @@ fn out<S: EgressSource>(gpu: &Gpu, source: S) -> Output<S::Output> {
 
 #[test]
 fn every_kind_of_source_comes_out_as_it_was() {
-    let gpu = Gpu::any(H200);
+    let gpu = Gpu::any(H200).keeping();
     let bytes = pattern(LEN, 1);
     let device = |len| gpu.stream.clone_htod(&bytes[..len]).unwrap();
     let check = |out: &Bytes, len: usize| assert!(**out == bytes[..len] && out.shape().dims() == [len]);
@@ -69,7 +69,7 @@ fn every_kind_of_source_comes_out_as_it_was() {
 
 #[test]
 fn what_comes_out_may_be_kept_sent_and_turned_into_others() {
-    let gpu = Gpu::any(H200);
+    let gpu = Gpu::any(H200).keeping();
     let pool: EgressPool<CudaSlice<u8>> = builder(&gpu).tickets();
     let [kept, sent, vec, tensor] = [1, 2, 3, 4].map(|value| pool.submit(slice(&gpu, value)).unwrap().wait().unwrap());
     assert_eq!(pool.stats().kept, 4);
@@ -90,7 +90,7 @@ fn what_comes_out_may_be_kept_sent_and_turned_into_others() {
 #[test]
 fn on_unified_memory_the_output_is_the_tensors_own_memory() {
     for (profile, copied) in [(SPARK, [0, LEN as u64]), (GH200, [LEN as u64; 2])] {
-        let Some(gpu) = Gpu::simulated(profile) else { return };
+        let Some(gpu) = Gpu::simulated(profile).map(Gpu::keeping) else { return };
         let sim = gpu.sim.as_ref().unwrap();
         let kernels = gpu.kernels();
         let tensors: EgressPool<TransferTensor<u8>> = builder(&gpu).tickets();
@@ -113,7 +113,7 @@ fn on_unified_memory_the_output_is_the_tensors_own_memory() {
 /// R81: the order of submission is kept, whatever the consumers do; a panic holds nobody up.
 #[test]
 fn outputs_come_in_the_order_that_was_asked_for() {
-    let gpu = Gpu::any(H200);
+    let gpu = Gpu::any(H200).keeping();
     for (order, workers) in [(Order::Submission, 8), (Order::Completion, 8), (Order::Submission, 1)] {
         let pool =
             builder(&gpu).workers(workers).order(order).capacity(16).consumer(|out: Output<Tagged<Bytes, usize>>| {
@@ -152,7 +152,7 @@ fn outputs_come_in_the_order_that_was_asked_for() {
 
 #[test]
 fn without_room_it_refuses_waits_or_blocks_and_gives_the_source_back() {
-    let gpu = Gpu::any(H200);
+    let gpu = Gpu::any(H200).keeping();
     let pool: EgressPool<CudaSlice<u8>> = builder(&gpu).capacity(2).budget(2 * LEN as u64 + 10).tickets();
     let large = gpu.stream.alloc_zeros::<u8>(2 * LEN + 11).unwrap();
     let refused = pool.submit(large).unwrap_err();
@@ -186,7 +186,7 @@ fn without_room_it_refuses_waits_or_blocks_and_gives_the_source_back() {
 /// R74: a consumer that submits does not wait for the room that it holds itself.
 #[test]
 fn a_consumer_that_submits_is_refused_rather_than_stuck() {
-    let gpu = Gpu::any(H200);
+    let gpu = Gpu::any(H200).keeping();
     type Again = EgressPool<CudaSlice<u8>, bool>;
     let own: Arc<std::sync::OnceLock<std::sync::Weak<Again>>> = Arc::default();
     let (seen, spare) = (own.clone(), std::sync::Mutex::new(Some(slice(&gpu, 2))));
@@ -209,7 +209,7 @@ fn a_consumer_that_submits_is_refused_rather_than_stuck() {
 /// R72: the third of ten fails alone, and the pool says so and goes on.
 #[test]
 fn a_consumer_that_panics_costs_its_item_and_nothing_else() {
-    let gpu = Gpu::any(H200);
+    let gpu = Gpu::any(H200).keeping();
     let pool: EgressPool<CudaSlice<u8>, u8> = builder(&gpu)
         .workers(2)
         .consumer(|out: Output<Bytes>| if out[0] == 3 { panic!("no {}", out[0]) } else { out[0] })
@@ -233,7 +233,7 @@ fn a_consumer_that_panics_costs_its_item_and_nothing_else() {
 
 #[test]
 fn a_pool_that_stops_at_an_error_delivers_nothing_more() {
-    let gpu = Gpu::any(H200);
+    let gpu = Gpu::any(H200).keeping();
     let pool: EgressPool<CudaSlice<u8>, u8> = builder(&gpu)
         .order(Order::Submission)
         .on_error(OnError::Stop)
@@ -252,7 +252,7 @@ fn a_pool_that_stops_at_an_error_delivers_nothing_more() {
 /// Each stage of a ticket's life, held there.
 #[test]
 fn a_ticket_is_waited_for_polled_awaited_cancelled_and_dropped() {
-    let gpu = Gpu::any(H200);
+    let gpu = Gpu::any(H200).keeping();
     let counted = Arc::new(AtomicUsize::new(0));
     let count = counted.clone();
     let pool: EgressPool<TransferTensor<u8>, u8> = builder(&gpu)
@@ -317,178 +317,10 @@ fn a_ticket_is_waited_for_polled_awaited_cancelled_and_dropped() {
     gpu.finish();
 }
 
-/// Not with their sender.
-#[test]
-fn outputs_end_when_all_that_was_sent_is_delivered() {
-    let gpu = Gpu::any(H200);
-    let pool: EgressPool<CudaSlice<u8>> = builder(&gpu).tickets();
-    held(&pool, || slice(&gpu, 0));
-    let (sender, mut outputs) = pool.channel(Order::Completion);
-    let source = slice(&gpu, 1);
-    gpu.context.synchronize().unwrap();
-    let gate = gpu.gate(&gpu.stream);
-    sender.submit(source).unwrap();
-    drop(sender);
-    assert!(outputs.next_timeout(Duration::from_millis(1)).unwrap_err().is_not_ready());
-    gate.open();
-    assert_eq!(outputs.next().unwrap().result.unwrap()[0], 1);
-    assert!(outputs.next().is_none());
-    drop((outputs, pool));
-    gpu.finish();
-}
-
-/// R76: with an item that is held, with none, twice, from a consumer.
-#[test]
-fn a_shutdown_ends_in_time_and_says_what_became_of_the_items() {
-    let gpu = Gpu::any(H200);
-    let pool: EgressPool<CudaSlice<u8>, u8> = builder(&gpu).consumer(|out: Output<Bytes>| out[0]).unwrap();
-    let tickets: Vec<_> = (0..5).map(|value| pool.submit(slice(&gpu, value)).unwrap()).collect();
-    let report = pool.shutdown(HANG);
-    assert_eq!((report.failed, report.abandoned), (0, 0));
-    assert!(report.delivered <= 5 && pool.stats().delivered == 5);
-    assert_eq!(pool.shutdown(Duration::ZERO), Default::default());
-    assert!(pool.submit(slice(&gpu, 5)).unwrap_err().error.is_closed());
-    drop(pool);
-    assert_eq!(tickets.into_iter().map(|ticket| ticket.wait().unwrap()).collect::<Vec<_>>(), [0, 1, 2, 3, 4]);
-
-    let pool: EgressPool<CudaSlice<u8>> = builder(&gpu).tickets();
-    held(&pool, || slice(&gpu, 0));
-    let (sender, mut outputs) = pool.channel(Order::Submission);
-    let (first, second) = (slice(&gpu, 1), slice(&gpu, 2));
-    gpu.context.synchronize().unwrap();
-    let gate = gpu.gate(&gpu.stream);
-    let ticket = pool.submit(first).unwrap();
-    sender.submit(second).unwrap();
-    let report = pool.shutdown(Duration::from_millis(5));
-    assert_eq!((report.delivered, report.failed, report.abandoned), (0, 0, 2));
-    assert!(ticket.wait().unwrap_err().is_closed());
-    assert!(outputs.next().unwrap().result.unwrap_err().is_closed());
-    drop(sender);
-    assert!(outputs.next().is_none());
-    let opener = gate.open_later();
-    // Nothing is lost: it waits for the copies, and their memory comes back.
-    drop(pool);
-    assert!(opener.opened());
-    drop((opener, outputs));
-    gpu.finish();
-}
-
-/// Dropping the pool waits for the device, and delivers; inside a consumer it can not wait for that one.
-#[test]
-fn dropping_a_pool_loses_nothing() {
-    let gpu = Gpu::any(H200);
-    let counted = Arc::new(AtomicUsize::new(0));
-    let count = counted.clone();
-    let consumer = move |_: Output<Bytes>| count.fetch_add(1, Ordering::SeqCst);
-    let pool: EgressPool<CudaSlice<u8>, usize> = builder(&gpu).workers(2).consumer(consumer).unwrap();
-    pool.submit(slice(&gpu, 0)).unwrap().wait().unwrap();
-    let slices = [1, 2, 3].map(|value| slice(&gpu, value));
-    gpu.context.synchronize().unwrap();
-    let opener = gpu.gate(&gpu.stream).open_later();
-    for slice in slices {
-        drop(pool.submit(slice).unwrap());
-    }
-    drop(pool);
-    assert!(opener.opened() && counted.load(Ordering::SeqCst) == 4);
-    drop(opener);
-
-    type Own = std::sync::Mutex<Option<EgressPool<CudaSlice<u8>, ()>>>;
-    let own: Arc<Own> = Arc::default();
-    let (inside, count) = (own.clone(), counted.clone());
-    let consumer = move |_: Output<Bytes>| {
-        drop(inside.lock().unwrap().take());
-        count.fetch_add(1, Ordering::SeqCst);
-    };
-    let pool = builder(&gpu).workers(2).consumer(consumer).unwrap();
-    let mut place = own.lock().unwrap();
-    let tickets = [1, 2, 3].map(|value| pool.submit(slice(&gpu, value)).unwrap());
-    *place = Some(pool);
-    drop(place);
-    tickets.into_iter().for_each(|ticket| ticket.wait().unwrap());
-    assert_eq!(counted.load(Ordering::SeqCst), 7);
-    until(|| Arc::strong_count(&own) == 1);
-    gpu.finish();
-}
-
-/// R78: a fault ends every wait, promptly, and later submits at once; no bytes come out.
-#[test]
-fn a_fault_is_every_items_error() {
-    let Some(gpu) = Gpu::simulated(H200) else { return };
-    let sim = gpu.sim.as_ref().unwrap();
-    let pool: EgressPool<TransferTensor<u8>> = builder(&gpu).tickets();
-    held(&pool, || gpu.on_device(&[0; LEN]));
-    let kernels = gpu.kernels();
-    let tensors: Vec<_> = (0..4).map(|_| gpu.on_device(&[0; LEN])).collect();
-    gpu.context.synchronize().unwrap();
-    let gate = gpu.gate(&gpu.stream);
-    sim.fault_on_stream(gpu.stream.cu_stream() as u64, FAULT);
-    let (sender, outputs) = pool.channel(Order::Submission);
-    let mut tickets = Vec::new();
-    for (at, mut tensor) in tensors.into_iter().enumerate() {
-        kernels.fill(&gpu.stream, &mut tensor.device_mut(&gpu.stream).unwrap(), 1);
-        if at % 2 == 0 {
-            tickets.push(pool.submit(tensor).unwrap());
-        } else {
-            sender.submit(tensor).unwrap();
-        }
-    }
-    drop(sender);
-    let start = Instant::now();
-    gate.open();
-    for ticket in tickets {
-        let error = ticket.wait_timeout(HANG).unwrap_err().error;
-        assert!(error.is_fault() && error.driver_code() == Some(FAULT), "{error}");
-    }
-    let faults = outputs.filter(|out| out.result.as_ref().is_err_and(|error| error.is_fault())).count();
-    assert_eq!(faults, 2);
-    assert!(start.elapsed() < Duration::from_secs(5));
-    assert!(pool.health().faulted && pool.stats().failed == 4);
-    let tensor = gpu.device.tensor().strategy(Strategy::Streamed).from_slice(&[1u8; LEN], [LEN]).unwrap();
-    assert!(pool.submit(tensor).is_err_and(|refused| refused.error.is_fault()) || pool.drain(HANG).is_ok());
-    drop((pool, kernels));
-    let Gpu { sim, context, stream, device } = gpu;
-    drop((device, stream, context));
-    assert_eq!(sim.unwrap().violations(), Vec::<String>::new());
-}
-
-/// In the steady state the driver is asked for no memory, and no thread begins.
-#[test]
-fn in_the_steady_state_nothing_is_allocated_from_the_driver() {
-    let Some(gpu) = Gpu::simulated(H200) else { return };
-    let sim = gpu.sim.as_ref().unwrap();
-    let device = crate::pool::with_pool(&gpu, transfer_tensor::PoolOptions::new().budget(64 << 20));
-    let pool: EgressPool<Arc<CudaSlice<u8>>, usize> =
-        EgressPool::builder(&device).workers(3).capacity(4).consumer(|out: Output<Bytes>| out.len()).unwrap();
-    let source = Arc::new(slice(&gpu, 1));
-    let run = |count: usize| {
-        let tickets: Vec<_> = (0..count).map(|_| pool.submit(source.clone()).unwrap()).collect();
-        tickets.into_iter().for_each(|ticket| assert_eq!(ticket.wait().unwrap(), LEN));
-    };
-    run(200);
-    let calls = [
-        "cuMemHostAlloc",
-        "cuMemHostRegister",
-        "cuMemAlloc",
-        "cuMemAllocAsync",
-        "cuMemFree",
-        "cuMemFreeAsync",
-        "cuMemFreeHost",
-    ];
-    let asked = || calls.map(|call| sim.count(call));
-    let before = asked();
-    run(1000);
-    assert_eq!(asked(), before);
-    assert_eq!(pool.stats().delivered, 1200);
-    drop((pool, source));
-    crate::machines::drain(&device);
-    drop(device);
-    gpu.finish();
-}
-
 /// The observer sees each stage of each item, whatever it does itself.
 #[test]
 fn the_observer_is_told_of_every_stage() {
-    let gpu = Gpu::any(H200);
+    let gpu = Gpu::any(H200).keeping();
     let seen: Arc<std::sync::Mutex<Vec<(u64, &'static str)>>> = Arc::default();
     let sink = seen.clone();
     let pool: EgressPool<CudaSlice<u8>, ()> = builder(&gpu)
@@ -509,6 +341,12 @@ fn the_observer_is_told_of_every_stage() {
         let _ = pool.submit(slice(&gpu, value)).unwrap().wait();
     }
     pool.drain(HANG).unwrap();
+    let stats = pool.stats();
+    assert_eq!(stats.bytes, 2 * LEN as u64);
+    assert!(
+        [stats.copying_time, stats.waiting_time, stats.consuming_time].iter().all(|time| !time.is_zero()),
+        "{stats:?}"
+    );
     let seen = seen.lock().unwrap();
     for (number, last) in [(0, "delivered"), (1, "failed")] {
         let names: Vec<_> = seen.iter().filter(|(of, _)| *of == number).map(|(_, name)| *name).collect();
@@ -518,72 +356,24 @@ fn the_observer_is_told_of_every_stage() {
     gpu.finish();
 }
 
-/// Every item is delivered once, failed once with its reason, or reported as cancelled: four producers with streams of their own,
-/// sizes, delays, panics, cancellations, dropped tickets and a drain in the middle. `TRANSFER_TENSOR_ITEMS` says how many.
+/// Threads have their names, and run what is theirs first, whatever that does.
 #[test]
-fn nothing_is_lost() {
-    let gpu = Gpu::any(H200);
-    let items: usize = std::env::var("TRANSFER_TENSOR_ITEMS").ok().and_then(|items| items.parse().ok()).unwrap_or(4000);
-    let consumed: Arc<Vec<AtomicUsize>> = Arc::new((0..items).map(|_| AtomicUsize::new(0)).collect());
-    let seen = consumed.clone();
-    let pool: EgressPool<Tagged<CudaSlice<u8>, usize>, usize> = builder(&gpu)
-        .workers(4)
-        .capacity(32)
-        .consumer(move |out: Output<Tagged<Bytes, usize>>| {
-            seen[out.tag].fetch_add(1, Ordering::SeqCst);
-            assert!(out.value.iter().all(|&byte| byte == out.tag as u8), "other bytes");
-            for _ in 0..out.tag % 3 {
-                std::thread::yield_now();
-            }
-            assert!(out.tag % 100 != 99, "one in a hundred");
-            out.tag
-        })
-        .unwrap();
-    let (delivered, failed, cancelled, dropped) =
-        (AtomicUsize::new(0), AtomicUsize::new(0), AtomicUsize::new(0), AtomicUsize::new(0));
-    std::thread::scope(|scope| {
-        for producer in 0..4 {
-            let (gpu, pool) = (&gpu, &pool);
-            let (delivered, failed, cancelled, dropped) = (&delivered, &failed, &cancelled, &dropped);
-            scope.spawn(move || {
-                let stream = gpu.another_stream();
-                let mut tickets = Vec::new();
-                for tag in (producer..items).step_by(4) {
-                    let source = stream.clone_htod(&vec![tag as u8; 1 + tag * 37 % 5000]).unwrap();
-                    let ticket = pool.submit(Tagged::new(source, tag)).unwrap();
-                    match tag % 10 {
-                        3 => dropped.fetch_add(1, Ordering::SeqCst),
-                        4 if ticket.cancel() => {
-                            assert!(ticket.wait().unwrap_err().is_cancelled());
-                            cancelled.fetch_add(1, Ordering::SeqCst)
-                        }
-                        _ => {
-                            tickets.push((tag, ticket));
-                            0
-                        }
-                    };
-                    if tag == items / 2 {
-                        pool.drain(HANG).unwrap();
-                    }
-                }
-                for (tag, ticket) in tickets {
-                    match ticket.wait() {
-                        Ok(out) if out == tag => delivered.fetch_add(1, Ordering::SeqCst),
-                        Err(error) if error.is_panic() && tag % 100 == 99 => failed.fetch_add(1, Ordering::SeqCst),
-                        other => panic!("{tag}: {other:?}"),
-                    };
-                }
-            });
-        }
-    });
-    let report = pool.shutdown(HANG);
-    let (stats, load) = (pool.stats(), |number: &AtomicUsize| number.load(Ordering::SeqCst));
-    assert_eq!((report.abandoned, stats.submitted, stats.kept), (0, items as u64, 0));
-    assert_eq!(load(&delivered) + load(&failed) + load(&cancelled) + load(&dropped), items);
-    assert_eq!((stats.failed, stats.cancelled), (load(&failed) as u64, load(&cancelled) as u64));
-    assert_eq!(stats.delivered as usize, load(&delivered) + load(&dropped));
-    assert_eq!(consumed.iter().map(load).sum::<usize>(), items - load(&cancelled));
-    assert!(consumed.iter().all(|count| load(count) <= 1));
+fn workers_are_named_and_told_their_numbers() {
+    let gpu = Gpu::any(H200).keeping();
+    let seen: Arc<std::sync::Mutex<Vec<String>>> = Arc::default();
+    let sink = seen.clone();
+    let start = move |number: usize| {
+        let thread = std::thread::current();
+        sink.lock().unwrap().push(format!("{number} {}", thread.name().unwrap()));
+        panic!("its own");
+    };
+    let pool: EgressPool<CudaSlice<u8>, u8> =
+        builder(&gpu).workers(2).name("out").on_start(start).consumer(|out: Output<Bytes>| out[0]).unwrap();
+    assert_eq!(pool.submit(slice(&gpu, 3)).unwrap().wait().unwrap(), 3);
+    until(|| seen.lock().unwrap().len() == 2);
     drop(pool);
+    let mut seen = std::mem::take(&mut *seen.lock().unwrap());
+    seen.sort();
+    assert_eq!(seen, ["0 out-0", "1 out-1"]);
     gpu.finish();
 }

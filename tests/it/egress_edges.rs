@@ -9,18 +9,14 @@ use transfer_tensor::cudarc::driver::CudaSlice;
 use transfer_tensor::cudarc::driver::sys::CUresult;
 use transfer_tensor::{EgressPool, HostTensor, OnError, Output, Stage, Strategy, Tagged, TransferTensor, WhenFull};
 
+use crate::egress::{LEN, slice};
 use crate::machines::pattern;
 use crate::pool::until;
 use crate::support::{Gpu, H200, SPARK, within};
 
-const LEN: usize = 1 << 12;
 const LIMIT: Duration = Duration::from_secs(5);
 
 type Bytes = HostTensor<u8>;
-
-fn slice(gpu: &Gpu, value: u8) -> CudaSlice<u8> {
-    gpu.stream.clone_htod(&[value; LEN]).unwrap()
-}
 
 /// Panics when it is dropped.
 #[derive(Debug)]
@@ -36,7 +32,7 @@ impl Drop for Bomb {
 
 #[test]
 fn a_tag_that_panics_when_its_copy_fails_holds_nobody_up() {
-    let Some(gpu) = Gpu::simulated(H200) else { return };
+    let Some(gpu) = Gpu::simulated(H200).map(Gpu::keeping) else { return };
     let sim = gpu.sim.as_ref().unwrap();
     let pool: EgressPool<Tagged<TransferTensor<u8>, Bomb>> = EgressPool::builder(&gpu.device).tickets();
     let kernels = gpu.kernels();
@@ -56,7 +52,7 @@ fn a_tag_that_panics_when_its_copy_fails_holds_nobody_up() {
 #[test]
 fn a_result_that_nobody_wants_may_panic_when_it_is_dropped() {
     for workers in [0, 1] {
-        let gpu = Gpu::any(H200);
+        let gpu = Gpu::any(H200).keeping();
         let pool: EgressPool<CudaSlice<u8>, Bomb> =
             EgressPool::builder(&gpu.device).workers(workers).consumer(|out: Output<Bytes>| Bomb(out[0] == 1)).unwrap();
         drop(pool.submit(slice(&gpu, 0)).unwrap());
@@ -75,7 +71,7 @@ fn a_result_that_nobody_wants_may_panic_when_it_is_dropped() {
 
 #[test]
 fn what_a_consumer_panics_with_may_panic_when_it_is_dropped() {
-    let gpu = Gpu::any(H200);
+    let gpu = Gpu::any(H200).keeping();
     let pool: EgressPool<CudaSlice<u8>, ()> = EgressPool::builder(&gpu.device)
         .on_start(|_| std::panic::panic_any(Bomb(true)))
         .consumer(|out: Output<Bytes>| {
@@ -95,7 +91,7 @@ fn what_a_consumer_panics_with_may_panic_when_it_is_dropped() {
 /// As a consumer, an observer must not wait for room that waits for it.
 #[test]
 fn an_observer_that_submits_is_refused_rather_than_stuck() {
-    let gpu = Gpu::any(H200);
+    let gpu = Gpu::any(H200).keeping();
     type Own = EgressPool<CudaSlice<u8>, u8>;
     let own: Arc<OnceLock<Weak<Own>>> = Arc::default();
     let spare = Mutex::new(Some(slice(&gpu, 2)));
@@ -123,119 +119,10 @@ fn an_observer_that_submits_is_refused_rather_than_stuck() {
     gpu.finish();
 }
 
-/// The own item, which does not count, is not one of another pool.
-#[test]
-fn a_consumer_that_drains_another_pool_waits_for_all_of_it() {
-    let Some(gpu) = Gpu::simulated(H200) else { return };
-    let other: Arc<EgressPool<CudaSlice<u8>>> = Arc::new(EgressPool::builder(&gpu.device).tickets());
-    drop(other.submit(slice(&gpu, 0)).unwrap().wait().unwrap());
-    let drained = other.clone();
-    let (go, wait) = std::sync::mpsc::channel();
-    let wait = Mutex::new(wait);
-    // The output goes along: nothing is freed behind the gate.
-    let pool: EgressPool<CudaSlice<u8>, (bool, u64, Output<Bytes>)> = EgressPool::builder(&gpu.device)
-        .consumer(move |out: Output<Bytes>| {
-            wait.lock().unwrap().recv().unwrap();
-            let drained_all = drained.drain(Duration::from_millis(20)).is_ok();
-            (drained_all, drained.shutdown(Duration::from_millis(20)).abandoned, out)
-        })
-        .unwrap();
-    let stream = gpu.another_stream();
-    let held = stream.clone_htod(&[1u8; LEN]).unwrap();
-    let free = slice(&gpu, 2);
-    gpu.context.synchronize().unwrap();
-    // The copies of both go on the crate's one stream: the free one first.
-    let ticket_free = pool.submit(free).unwrap();
-    let gate = gpu.gate(&stream);
-    let ticket = other.submit(held).unwrap();
-    go.send(()).unwrap();
-    let (drained_all, abandoned, out) = ticket_free.wait().unwrap();
-    gate.open();
-    assert!(!drained_all, "drained, with an item open");
-    assert_eq!(abandoned, 1);
-    let _ = ticket.wait();
-    drop(out);
-    drop((pool, other, stream));
-    gpu.finish();
-}
-
-/// R72: the last handle of a pool goes where the device's waiter is.
-#[test]
-fn a_pool_may_be_dropped_by_its_own_observer() {
-    let gpu = Gpu::any(H200);
-    type Own = Mutex<Option<EgressPool<CudaSlice<u8>, ()>>>;
-    let own: Arc<Own> = Arc::default();
-    let inside = own.clone();
-    let pool = EgressPool::builder(&gpu.device)
-        .observer(move |_, stage| {
-            if matches!(stage, Stage::Copied { .. }) {
-                drop(inside.lock().unwrap().take());
-            }
-        })
-        .consumer(|_: Output<Bytes>| ())
-        .unwrap();
-    let mut place = own.lock().unwrap();
-    let ticket = pool.submit(slice(&gpu, 1)).unwrap();
-    *place = Some(pool);
-    drop(place);
-    assert!(ticket.wait_timeout(LIMIT).is_ok(), "stuck");
-    until(|| Arc::strong_count(&own) == 1);
-    gpu.finish();
-}
-
-/// A tag owns the pool, and its item fails: the pool is dropped by the device's waiter, for which it would wait.
-#[test]
-fn a_pool_may_be_dropped_with_a_tag_whose_copy_failed() {
-    let Some(gpu) = Gpu::simulated(H200) else { return };
-    let sim = gpu.sim.as_ref().unwrap();
-    #[allow(dead_code)]
-    struct Own(Mutex<Option<Arc<EgressPool<Tagged<TransferTensor<u8>, Arc<Own>>>>>>);
-    let pool: Arc<EgressPool<Tagged<TransferTensor<u8>, Arc<Own>>>> =
-        Arc::new(EgressPool::builder(&gpu.device).tickets());
-    let kernels = gpu.kernels();
-    drop(pool.submit(Tagged::new(gpu.on_device(&[0; LEN]), Arc::new(Own(Mutex::new(None))))).unwrap().wait().unwrap());
-    let mut tensor = gpu.on_device(&[0; LEN]);
-    gpu.context.synchronize().unwrap();
-    let gate = gpu.gate(&gpu.stream);
-    sim.fault_on_stream(gpu.stream.cu_stream() as u64, CUresult::CUDA_ERROR_ILLEGAL_ADDRESS as u32);
-    kernels.fill(&gpu.stream, &mut tensor.device_mut(&gpu.stream).unwrap(), 1);
-    let tag = Arc::new(Own(Mutex::new(Some(pool.clone()))));
-    let ticket = pool.submit(Tagged::new(tensor, tag)).unwrap();
-    drop(pool);
-    gate.open();
-    assert!(ticket.wait_timeout(LIMIT).is_err_and(|refused| refused.error.is_fault()), "stuck");
-}
-
-/// Each item is in one number of the report.
-#[test]
-fn a_shutdown_counts_no_item_twice() {
-    let gpu = Gpu::any(H200);
-    let (began, go) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
-    let (tell, wait) = (began.clone(), go.clone());
-    let pool: EgressPool<CudaSlice<u8>, u8> = EgressPool::builder(&gpu.device)
-        .observer(move |_, stage| {
-            if matches!(stage, Stage::Delivered) {
-                tell.store(true, Ordering::SeqCst);
-                until(|| wait.load(Ordering::SeqCst));
-            }
-        })
-        .consumer(|out: Output<Bytes>| out[0])
-        .unwrap();
-    let ticket = pool.submit(slice(&gpu, 7)).unwrap();
-    until(|| began.load(Ordering::SeqCst));
-    let report = pool.shutdown(Duration::from_millis(5));
-    go.store(true, Ordering::SeqCst);
-    pool.drain(LIMIT).unwrap();
-    let (stats, result) = (pool.stats(), ticket.wait());
-    assert_eq!(stats.delivered, u64::from(result.is_ok()), "{report:?} {result:?}");
-    drop(pool);
-    gpu.finish();
-}
-
 /// That it was cancelled in time is not changed by an end.
 #[test]
 fn what_was_cancelled_is_cancelled_also_in_a_pool_that_stopped() {
-    let Some(gpu) = Gpu::simulated(H200) else { return };
+    let Some(gpu) = Gpu::simulated(H200).map(Gpu::keeping) else { return };
     let (go, wait) = std::sync::mpsc::channel();
     let wait = Mutex::new(wait);
     let pool: EgressPool<CudaSlice<u8>, u8> = EgressPool::builder(&gpu.device)
@@ -264,52 +151,9 @@ fn what_was_cancelled_is_cancelled_also_in_a_pool_that_stopped() {
     gpu.finish();
 }
 
-/// A child of a fork has no threads: it drops what it inherited without waiting for them.
-#[test]
-fn a_forked_child_drops_a_pool_at_once() {
-    unsafe extern "C" {
-        fn fork() -> i32;
-        fn waitpid(pid: i32, status: *mut i32, options: i32) -> i32;
-        fn _exit(code: i32) -> !;
-        fn alarm(seconds: u32) -> u32;
-    }
-    let Some(gpu) = Gpu::simulated(H200) else { return };
-    for open in [false, true] {
-        let pool: EgressPool<CudaSlice<u8>, u8> =
-            EgressPool::builder(&gpu.device).consumer(|out: Output<Bytes>| out[0]).unwrap();
-        pool.submit(slice(&gpu, 0)).unwrap().wait().unwrap();
-        let source = slice(&gpu, 1);
-        gpu.context.synchronize().unwrap();
-        let gate = gpu.gate(&gpu.stream);
-        let ticket = open.then(|| pool.submit(source).unwrap());
-        // SAFETY: the child drops the pool and ends.
-        match unsafe { fork() } {
-            0 => {
-                // SAFETY: it ends the child if that hangs.
-                unsafe { alarm(5) };
-                drop(pool);
-                // SAFETY: nothing of the child's is needed any more.
-                unsafe { _exit(0) }
-            }
-            pid => {
-                let mut status = 0;
-                // SAFETY: a child of ours and a place for its status.
-                unsafe { waitpid(pid, &raw mut status, 0) };
-                gate.open();
-                assert_eq!(status, 0, "open: {open}; ended by a signal: it hangs");
-            }
-        }
-        if let Some(ticket) = ticket {
-            ticket.wait().unwrap();
-        }
-        drop(pool);
-    }
-    gpu.finish();
-}
-
 /// Items of a stream that is held, and then of another, in the order in which the consumer saw them.
 fn order_of_a_held_and_a_free_item(workers: usize, order: transfer_tensor::Order) -> Vec<u8> {
-    let Some(gpu) = Gpu::simulated(SPARK) else { return vec![1, 2] };
+    let Some(gpu) = Gpu::simulated(SPARK).map(Gpu::keeping) else { return vec![1, 2] };
     let kernels = gpu.kernels();
     let (first, second) = (gpu.another_stream(), gpu.another_stream());
     let make = || gpu.device.tensor().strategy(Strategy::ZeroCopy).zeros::<u8>([LEN]).unwrap();
@@ -346,7 +190,7 @@ fn without_workers_the_order_is_kept() {
 #[test]
 fn an_item_whose_guard_was_forgotten_is_waited_for() {
     for (profile, strategy) in [(SPARK, Strategy::ZeroCopy), (H200, Strategy::Streamed)] {
-        let Some(gpu) = Gpu::simulated(profile) else { return };
+        let Some(gpu) = Gpu::simulated(profile).map(Gpu::keeping) else { return };
         let kernels = gpu.kernels();
         let pool: EgressPool<TransferTensor<u8>> = EgressPool::builder(&gpu.device).tickets();
         let mut tensor = gpu.device.tensor().strategy(strategy).zeros::<u8>([LEN]).unwrap();
@@ -370,58 +214,6 @@ fn an_item_whose_guard_was_forgotten_is_waited_for() {
         drop((tensor, pool, kernels));
         gpu.finish_forgotten();
     }
-}
-
-/// A shutdown from inside a consumer does not wait for that one, and its own item is delivered.
-#[test]
-fn a_shutdown_from_a_consumer_ends_and_delivers_its_own_item() {
-    let gpu = Gpu::any(H200);
-    type Own = EgressPool<CudaSlice<u8>, u64>;
-    let own: Arc<OnceLock<Weak<Own>>> = Arc::default();
-    let seen = own.clone();
-    let pool = EgressPool::builder(&gpu.device)
-        .consumer(move |_: Output<Bytes>| {
-            let pool = seen.get().unwrap().upgrade().unwrap();
-            pool.shutdown(Duration::from_secs(60)).abandoned
-        })
-        .unwrap();
-    let pool: Arc<Own> = Arc::new(pool);
-    own.set(Arc::downgrade(&pool)).unwrap();
-    let ticket = pool.submit(slice(&gpu, 1)).unwrap();
-    assert_eq!(ticket.wait_timeout(LIMIT).unwrap(), 0);
-    assert!(pool.submit(slice(&gpu, 2)).unwrap_err().error.is_closed());
-    drop(pool);
-    gpu.finish();
-}
-
-/// In time or not, with others held: the consumer's own item is not abandoned.
-#[test]
-fn a_shutdown_from_a_consumer_does_not_abandon_its_own_item() {
-    let gpu = Gpu::any(H200);
-    type Own = EgressPool<CudaSlice<u8>, u64>;
-    let own: Arc<OnceLock<Weak<Own>>> = Arc::default();
-    let seen = own.clone();
-    let pool = EgressPool::builder(&gpu.device)
-        .consumer(move |_: Output<Bytes>| {
-            let pool = seen.get().unwrap().upgrade().unwrap();
-            until(|| pool.stats().submitted == 2);
-            pool.shutdown(Duration::from_millis(5)).abandoned
-        })
-        .unwrap();
-    let pool: Arc<Own> = Arc::new(pool);
-    own.set(Arc::downgrade(&pool)).unwrap();
-    let stream = gpu.another_stream();
-    let (first, second) = (slice(&gpu, 1), stream.clone_htod(&[2u8; LEN]).unwrap());
-    gpu.context.synchronize().unwrap();
-    let ticket = pool.submit(first).unwrap();
-    let gate = gpu.gate(&stream);
-    let held = pool.submit(second).unwrap();
-    let result = ticket.wait_timeout(LIMIT);
-    gate.open();
-    assert!(held.wait().unwrap_err().is_closed());
-    assert_eq!(result.map_err(|refused| refused.error).unwrap(), 1);
-    drop((pool, stream));
-    gpu.finish();
 }
 
 /// Sources of which some were begun come back with their bytes when another is refused.
@@ -463,7 +255,7 @@ fn what_was_begun_comes_back_whole() {
 /// Who can not have page-locked memory gets the source back, if the pool is strict.
 #[test]
 fn without_host_memory_the_source_comes_back() {
-    let gpu = Gpu::any(H200);
+    let gpu = Gpu::any(H200).keeping();
     let device = crate::pool::with_pool(&gpu, transfer_tensor::PoolOptions::new().budget(2 << 20).strict(true));
     let pool: EgressPool<CudaSlice<u8>> = EgressPool::builder(&device).budget(u64::MAX).tickets();
     let large = gpu.stream.clone_htod(&vec![3u8; 3 << 20]).unwrap();
@@ -481,7 +273,7 @@ fn without_host_memory_the_source_comes_back() {
 /// Limits at their ends.
 #[test]
 fn the_largest_and_smallest_limits_are_fine() {
-    let gpu = Gpu::any(H200);
+    let gpu = Gpu::any(H200).keeping();
     let pool: EgressPool<CudaSlice<u8>> =
         EgressPool::builder(&gpu.device).capacity(0).budget(0).when_full(WhenFull::Wait(Duration::MAX)).tickets();
     assert!(pool.submit(slice(&gpu, 1)).unwrap_err().error.is_invalid_input());
@@ -499,33 +291,6 @@ fn the_largest_and_smallest_limits_are_fine() {
     gpu.finish();
 }
 
-/// Senders outlive the pool, outputs and their sender go in either order, and who waits for room is told of the end.
-#[test]
-fn senders_and_outputs_may_outlive_the_pool() {
-    let gpu = Gpu::any(H200);
-    let pool: EgressPool<CudaSlice<u8>> = EgressPool::builder(&gpu.device).capacity(1).tickets();
-    let (sender, mut outputs) = pool.channel(transfer_tensor::Order::Submission);
-    let (lost, dropped) = pool.channel(transfer_tensor::Order::Completion);
-    drop(dropped);
-    lost.submit(slice(&gpu, 1)).unwrap();
-    until(|| pool.stats().kept == 0);
-    sender.submit(slice(&gpu, 2)).unwrap();
-    let spare = slice(&gpu, 3);
-    std::thread::scope(|scope| {
-        let blocked = scope.spawn(|| sender.submit(spare).unwrap_err());
-        // Time enough to fall asleep.
-        (0..10_000).for_each(|_| std::thread::yield_now());
-        drop(pool);
-        let refused = blocked.join().unwrap();
-        assert!(refused.error.is_closed() && refused.value.is_some());
-    });
-    assert_eq!(outputs.next().unwrap().result.unwrap()[0], 2);
-    drop((sender, lost));
-    assert!(outputs.next().is_none());
-    drop(outputs);
-    gpu.finish();
-}
-
 /// With workers the order of submission is kept, though what is later has come before; that of completion is another.
 #[test]
 fn with_a_worker_the_order_is_kept() {
@@ -538,7 +303,7 @@ fn with_a_worker_the_order_is_kept() {
 /// The device's memory is free for the next step while the output is kept.
 #[test]
 fn a_kept_output_keeps_no_device_memory() {
-    let Some(gpu) = Gpu::simulated(H200) else { return };
+    let Some(gpu) = Gpu::simulated(H200).map(Gpu::keeping) else { return };
     let sim = gpu.sim.as_ref().unwrap();
     let pool: EgressPool<CudaSlice<u8>> = EgressPool::builder(&gpu.device).tickets();
     let frees = || sim.count("cuMemFreeAsync") + sim.count("cuMemFree");
@@ -553,7 +318,7 @@ fn a_kept_output_keeps_no_device_memory() {
 /// The very `Vec` that a tensor was made of comes back, if the host has the newest bytes.
 #[test]
 fn a_vec_comes_back_through_the_pool() {
-    let gpu = Gpu::any(H200);
+    let gpu = Gpu::any(H200).keeping();
     let pool: EgressPool<TransferTensor<u8>> = EgressPool::builder(&gpu.device).tickets();
     let values = pattern(LEN, 3);
     let (address, copy) = (values.as_ptr(), values.clone());
@@ -570,7 +335,7 @@ fn a_vec_comes_back_through_the_pool() {
 /// Who sleeps for room is woken by whoever makes it, though nothing else happens.
 #[test]
 fn who_sleeps_for_room_is_woken() {
-    let gpu = Gpu::any(H200);
+    let gpu = Gpu::any(H200).keeping();
     let pool: EgressPool<CudaSlice<u8>> = EgressPool::builder(&gpu.device).capacity(1).tickets();
     let kept = pool.submit(slice(&gpu, 1)).unwrap().wait().unwrap();
     let spare = slice(&gpu, 2);

@@ -67,6 +67,17 @@ fn no_more_is_loaded_than_was_asked_for() {
     gpu.finish();
 }
 
+/// What is loaded is on its way before anybody asks for it.
+#[test]
+fn copies_begin_before_their_batches_are_taken() {
+    let Some(gpu) = Gpu::simulated(H200) else { return };
+    let sim = gpu.sim.as_ref().unwrap();
+    let batches = numbered(&gpu, 10, 3, 1);
+    until(|| sim.count("cuMemcpyHtoDAsync") == 3);
+    drop(batches);
+    gpu.finish();
+}
+
 /// R12: memory is filled again only when its copy has run and the work on it is over.
 #[test]
 fn a_batch_is_not_written_while_it_is_used() {

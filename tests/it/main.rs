@@ -15,6 +15,7 @@ mod driver_answers;
 mod dtypes;
 mod egress;
 mod egress_edges;
+mod egress_ends;
 mod errors;
 mod existing;
 mod failing_calls;

@@ -125,6 +125,16 @@ impl Gpu {
         Gpu { sim, context, stream, device }
     }
 
+    /// With a pool that frees nothing before the end, where others of these tests keep nothing: for tests that need the device's waiter
+    /// behind a gate, where freeing would hold it up.
+    pub(crate) fn keeping(mut self) -> Gpu {
+        // A real device's keeps it anyway.
+        if self.sim.is_some() {
+            self.device = crate::pool::with_pool(&self, PoolOptions::new().keep_idle(u64::MAX));
+        }
+        self
+    }
+
     /// Another stream of the context.
     pub(crate) fn another_stream(&self) -> Arc<CudaStream> {
         own_stream(&self.context)
