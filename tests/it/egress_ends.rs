@@ -3,7 +3,7 @@
 #![allow(clippy::type_complexity)] // What a pool takes is spelled out.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, Weak};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
 use transfer_tensor::cudarc::driver::CudaSlice;
@@ -408,21 +408,24 @@ fn a_forked_child_drops_a_pool_at_once() {
     gpu.finish();
 }
 
+/// A pool whose consumer shuts it down, once so many items were submitted, and tells how many it abandoned.
+fn shuts_itself_down(gpu: &Gpu, items: u64, deadline: Duration) -> Arc<EgressPool<CudaSlice<u8>, u64>> {
+    Arc::new_cyclic(|own: &Weak<EgressPool<CudaSlice<u8>, u64>>| {
+        let own = own.clone();
+        let consumer = move |_: Output<Bytes>| {
+            let pool = own.upgrade().unwrap();
+            until(|| pool.stats().submitted == items);
+            pool.shutdown(deadline).abandoned
+        };
+        EgressPool::builder(&gpu.device).consumer(consumer).unwrap()
+    })
+}
+
 /// A shutdown from inside a consumer does not wait for that one, and its own item is delivered.
 #[test]
 fn a_shutdown_from_a_consumer_ends_and_delivers_its_own_item() {
     let gpu = Gpu::any(H200).keeping();
-    type Own = EgressPool<CudaSlice<u8>, u64>;
-    let own: Arc<OnceLock<Weak<Own>>> = Arc::default();
-    let seen = own.clone();
-    let pool = EgressPool::builder(&gpu.device)
-        .consumer(move |_: Output<Bytes>| {
-            let pool = seen.get().unwrap().upgrade().unwrap();
-            pool.shutdown(Duration::from_secs(60)).abandoned
-        })
-        .unwrap();
-    let pool: Arc<Own> = Arc::new(pool);
-    own.set(Arc::downgrade(&pool)).unwrap();
+    let pool = shuts_itself_down(&gpu, 1, HANG);
     let ticket = pool.submit(slice(&gpu, 1)).unwrap();
     assert_eq!(ticket.wait_timeout(LIMIT).unwrap(), 0);
     assert!(pool.submit(slice(&gpu, 2)).unwrap_err().error.is_closed());
@@ -434,18 +437,7 @@ fn a_shutdown_from_a_consumer_ends_and_delivers_its_own_item() {
 #[test]
 fn a_shutdown_from_a_consumer_does_not_abandon_its_own_item() {
     let gpu = Gpu::any(H200).keeping();
-    type Own = EgressPool<CudaSlice<u8>, u64>;
-    let own: Arc<OnceLock<Weak<Own>>> = Arc::default();
-    let seen = own.clone();
-    let pool = EgressPool::builder(&gpu.device)
-        .consumer(move |_: Output<Bytes>| {
-            let pool = seen.get().unwrap().upgrade().unwrap();
-            until(|| pool.stats().submitted == 2);
-            pool.shutdown(Duration::from_millis(5)).abandoned
-        })
-        .unwrap();
-    let pool: Arc<Own> = Arc::new(pool);
-    own.set(Arc::downgrade(&pool)).unwrap();
+    let pool = shuts_itself_down(&gpu, 2, Duration::from_millis(5));
     let stream = gpu.another_stream();
     let (first, second) = (slice(&gpu, 1), stream.clone_htod(&[2u8; LEN]).unwrap());
     gpu.context.synchronize().unwrap();
