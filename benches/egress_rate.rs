@@ -35,7 +35,9 @@ fn main() -> Result<(), Failure> {
     for bytes in SIZES.into_iter().filter(|&bytes| bytes <= most) {
         rate(&bench, bytes, args.quick, &mut add)?;
     }
-    latency(&bench, 4 << 10, args.quick, &mut add)?;
+    for awake in [false, true] {
+        latency(&bench, 4 << 10, awake, args.quick, &mut add)?;
+    }
     write(&args, &rows)
 }
 
@@ -92,25 +94,34 @@ fn rate(bench: &Bench, bytes: usize, quick: bool, add: &mut dyn FnMut(Row)) -> R
     Ok(())
 }
 
-/// One item at a time, on a pool that has nothing else to do.
-fn latency(bench: &Bench, bytes: usize, quick: bool, add: &mut dyn FnMut(Row)) -> Result<(), Failure> {
+/// One item at a time, on a pool that has nothing else to do. *raw* is a copy with an event behind it, which the caller asks for until
+/// it has passed.
+fn latency(bench: &Bench, bytes: usize, awake: bool, quick: bool, add: &mut dyn FnMut(Row)) -> Result<(), Failure> {
     let (told, seen) = channel::<Instant>();
-    let pool: EgressPool<Arc<CudaSlice<u8>>, ()> =
-        EgressPool::builder(&bench.device).workers(1).consumer(move |_: Output<HostTensor<u8>>| {
+    let pool: EgressPool<Arc<CudaSlice<u8>>, ()> = EgressPool::builder(&bench.device)
+        .workers(1)
+        .low_latency(awake)
+        .consumer(move |_: Output<HostTensor<u8>>| {
             let _ = told.send(Instant::now());
         })?;
-    let source = source(bench, bytes)?;
+    let (source, raw) = (source(bench, bytes)?, Raw::new(bytes));
     bench.sync();
-    let (mut arrivals, mut submits) = (Vec::new(), Vec::new());
+    let (mut arrivals, mut submits, mut raws) = (Vec::new(), Vec::new(), Vec::new());
     for _ in 0..if quick || bench.sim.is_some() { 10 } else { 501 } {
-        // The pool falls asleep between two.
+        // The pool falls asleep between two, if it may.
         std::thread::sleep(Duration::from_millis(2));
         let start = Instant::now();
         drop(pool.submit(source.clone()).map_err(|refused| refused.error)?);
         submits.push(start.elapsed().as_secs_f64());
         arrivals.push(seen.recv()?.duration_since(start).as_secs_f64());
+        std::thread::sleep(Duration::from_millis(2));
+        let start = Instant::now();
+        raw.down(bench);
+        bench.sync();
+        raws.push(start.elapsed().as_secs_f64());
     }
-    add(row(bench, "submit to function, idle pool", bytes, median(arrivals), None));
-    add(row(bench, "submit, idle pool", bytes, median(submits), None));
+    let case = |what: &str| if awake { format!("{what}, low latency") } else { format!("{what}, idle pool") };
+    add(row(bench, &case("submit to function"), bytes, median(arrivals), Some(median(raws))));
+    add(row(bench, &case("submit"), bytes, median(submits), None));
     Ok(())
 }

@@ -280,6 +280,17 @@ impl Device {
     }
 
     /// How it makes page-locked memory.
+    /// What `stream` has been given so far.
+    pub(crate) fn point(&self, stream: &Stream) -> Pending {
+        let event = self.context().to_submit().and_then(|_bound| Event::record(self.context(), stream));
+        event.map_or_else(|_| Pending::Stream(stream.clone()), |event| Pending::Event(Arc::new(event)))
+    }
+
+    /// No link of this device carries more, in GB/s.
+    pub(crate) fn most_gbs(&self) -> f64 {
+        self.0.most_gbs
+    }
+
     pub(crate) fn placement(&self) -> Placement {
         placement(&self.0.platform)
     }

@@ -4,12 +4,14 @@
 use std::fmt;
 use std::ops::{Bound, Range, RangeBounds};
 
+use smallvec::SmallVec;
+
 use crate::error::{Error, Kind, Result};
 
 /// The extents of a tensor, outermost axis first; row-major and contiguous. An empty list is a scalar (one element); an
 /// extent of 0 makes a tensor without elements.
 #[derive(Clone, PartialEq, Eq, Hash, Default)]
-pub struct Shape(Box<[usize]>);
+pub struct Shape(SmallVec<[usize; 4]>);
 
 impl Shape {
     /// The extents.
@@ -149,13 +151,13 @@ impl From<&Shape> for Shape {
 
 impl<const N: usize> From<[usize; N]> for Shape {
     fn from(dims: [usize; N]) -> Self {
-        Shape(dims.into())
+        Shape(dims.as_slice().into())
     }
 }
 
 impl From<usize> for Shape {
     fn from(elements: usize) -> Self {
-        Shape([elements].into())
+        Shape(smallvec::smallvec![elements])
     }
 }
 

@@ -47,6 +47,11 @@ impl<I> Sorter<I> {
         self.ready.pop_front()
     }
 
+    /// Whether `take` has one.
+    pub(crate) fn has_next(&self) -> bool {
+        !self.ready.is_empty()
+    }
+
     /// All that were not taken.
     pub(crate) fn into_all(self) -> impl Iterator<Item = I> {
         self.ready.into_iter().map(|(_, item)| item).chain(self.early.into_values())

@@ -81,6 +81,10 @@ mod with_loom {
             Self(loom::sync::Condvar::new())
         }
 
+        pub(crate) fn notify_one(&self) {
+            self.0.notify_one();
+        }
+
         pub(crate) fn notify_all(&self) {
             self.0.notify_all();
         }

@@ -1,6 +1,7 @@
 //! Completion: who is told, and when, that the device has passed a point.
 
 mod background;
+pub(crate) mod flights;
 mod queue;
 pub(crate) mod signal;
 pub(crate) mod waiter;

@@ -18,7 +18,7 @@ const POLL: Duration = Duration::from_micros(30);
 const POLL_SHORT: Duration = Duration::from_micros(500);
 
 /// So long before a copy should be done its wait is awake again: a sleep takes longer than it should.
-const EARLY: Duration = Duration::from_micros(120);
+pub(super) const EARLY: Duration = Duration::from_micros(120);
 
 /// The sleeps: a 64th of what the wait took so far, so that it ends at most that much late, within these bounds.
 const SLEEP: std::ops::RangeInclusive<Duration> = Duration::from_micros(20)..=Duration::from_millis(1);

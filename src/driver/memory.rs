@@ -1,7 +1,6 @@
 //! Host-visible memory the driver gives or pins, as RAII. Nothing here waits for the device: who drops one of these has
 //! made sure that it is done (`tensor::region` does).
 
-use std::any::Any;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -173,15 +172,13 @@ pub(crate) fn alloc_device<T: Element>(context: &Context, stream: &Stream, eleme
     })
 }
 
-/// The address of a slice, for reading. Makes `stream` wait for what cudarc knows to be writing to it.
+/// The address of a slice, for reading. Makes `stream` wait for what cudarc knows to be writing to it. The context is current.
 pub(crate) fn slice_address<T: Element>(context: &Context, slice: &CudaSlice<T>, stream: &Stream) -> Result<u64> {
-    let _bound = context.enter()?;
     ordered(context, stream, || slice.device_ptr(stream.cuda()).0)
 }
 
-/// Takes over a slice of the caller's: makes `stream` wait for what cudarc knows to be running on it.
+/// Takes over a slice of the caller's: makes `stream` wait for what cudarc knows to be running on it. The context is current.
 pub(crate) fn adopt_slice<T: Element>(context: &Context, slice: &mut CudaSlice<T>, stream: &Stream) -> Result<u64> {
-    let _bound = context.enter()?;
     ordered(context, stream, || slice.device_ptr_mut(stream.cuda()).0)
 }
 
@@ -225,7 +222,7 @@ fn ordered<R>(context: &Context, stream: &Stream, order: impl FnOnce() -> R) -> 
 /// Who has the last handle frees it: on his thread's stream, if it is the per-thread default stream. The reads that others
 /// submitted to their threads' streams before they dropped their handles come first.
 #[derive(Debug)]
-pub(crate) struct SharedSlice<T> {
+pub struct SharedSlice<T> {
     slice: Option<Arc<CudaSlice<T>>>,
     context: Arc<Context>,
 }
@@ -233,6 +230,16 @@ pub(crate) struct SharedSlice<T> {
 impl<T> SharedSlice<T> {
     pub(crate) fn new(context: &Arc<Context>, slice: Arc<CudaSlice<T>>) -> Self {
         Self { slice: Some(slice), context: context.clone() }
+    }
+
+    /// Another handle.
+    pub(crate) fn handle(&self) -> Option<Arc<CudaSlice<T>>> {
+        self.slice.clone()
+    }
+
+    /// Looks at it.
+    pub(crate) fn with<R>(&self, look: impl FnOnce(&CudaSlice<T>) -> Result<R>) -> Result<R> {
+        self.slice.as_deref().map_or_else(|| Err(Error::unsupported("a shared slice", "it is gone")), look)
     }
 }
 
@@ -298,7 +305,7 @@ pub(crate) fn note_write<T: Element>(context: &Context, slice: &mut CudaSlice<T>
 
 /// Drops an owner whose drop may call cudarc (a `CudaSlice` with the handle `cuda`): with its context current, and with
 /// what cudarc parks in the handle counted as ours rather than left for the next caller.
-pub(crate) fn drop_bound(context: &Context, cuda: &CudaContext, owner: Box<dyn Any + Send>) {
+pub(crate) fn drop_bound<O>(context: &Context, cuda: &CudaContext, owner: O) {
     match context.enter() {
         Ok(_bound) => {
             if context.unparked(cuda, "cuMemFree", || drop(owner)).is_err() {

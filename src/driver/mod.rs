@@ -7,6 +7,7 @@ pub(crate) mod context;
 pub(crate) mod copy;
 pub(crate) mod event;
 mod host;
+pub(crate) mod lane;
 pub(crate) mod load;
 pub(crate) mod managed;
 pub(crate) mod measure;

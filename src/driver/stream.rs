@@ -47,6 +47,11 @@ impl Stream {
             && self.cuda.context().cu_ctx() == other.cuda.context().cu_ctx()
     }
 
+    /// Two queues of one context with the same name are the same, while both live.
+    pub(super) fn name(&self) -> (usize, Option<ThreadId>) {
+        (self.handle() as usize, self.thread)
+    }
+
     /// What tells the queue again later, without keeping the stream.
     pub(super) fn queue(&self) -> Queue {
         Queue { cuda: Arc::downgrade(&self.cuda), thread: self.thread }

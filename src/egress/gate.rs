@@ -13,8 +13,10 @@ use crate::sync::{Condvar, Mutex};
 #[derive(Debug)]
 pub(super) struct Gate {
     state: Mutex<State>,
-    /// Told of every one that leaves or is delivered, and of the end.
-    changed: Condvar,
+    /// Told of every one that leaves, and of the end.
+    room: Condvar,
+    /// Told of every one that is delivered.
+    delivered: Condvar,
     most_items: usize,
     most_bytes: u64,
 }
@@ -30,7 +32,13 @@ struct State {
 
 impl Gate {
     pub(super) fn new(most_items: usize, most_bytes: u64) -> Self {
-        Self { state: Mutex::new(State::default()), changed: Condvar::new(), most_items, most_bytes }
+        Self {
+            state: Mutex::new(State::default()),
+            room: Condvar::new(),
+            delivered: Condvar::new(),
+            most_items,
+            most_bytes,
+        }
     }
 
     /// Lets an item in, which then is open and takes room.
@@ -62,11 +70,11 @@ impl Gate {
                 (WhenFull::Wait(_), Some(deadline)) if Instant::now() >= deadline => true,
                 // Looks again: there may be room just now.
                 (WhenFull::Wait(_), Some(deadline)) => {
-                    self.changed.wait_until(&mut state, deadline);
+                    self.room.wait_until(&mut state, deadline);
                     false
                 }
                 _ => {
-                    self.changed.wait(&mut state);
+                    self.room.wait(&mut state);
                     false
                 }
             };
@@ -84,19 +92,19 @@ impl Gate {
         state.items -= 1;
         state.bytes -= bytes;
         drop(state);
-        self.changed.notify_all();
+        self.room.notify_all();
     }
 
     /// An item is delivered, one way or another.
     pub(super) fn delivered(&self) {
         self.state.lock().open -= 1;
-        self.changed.notify_all();
+        self.delivered.notify_all();
     }
 
     /// Lets nothing in any more; the first reason stays.
     pub(super) fn close(&self, why: Error) {
         self.state.lock().closed.get_or_insert(why);
-        self.changed.notify_all();
+        self.room.notify_all();
     }
 
     pub(super) fn closed(&self) -> Option<Error> {
@@ -109,11 +117,11 @@ impl Gate {
         while state.open > rest {
             match deadline {
                 Some(deadline) => {
-                    if self.changed.wait_until(&mut state, deadline).timed_out() {
+                    if self.delivered.wait_until(&mut state, deadline).timed_out() {
                         return state.open <= rest;
                     }
                 }
-                None => self.changed.wait(&mut state),
+                None => self.delivered.wait(&mut state),
             }
         }
         true

@@ -1,8 +1,7 @@
 //! Results of the device on their way to the host, to consumers, and out of the process.
 //!
 //! ```text
-//! submit ─► gate (room?) ─► copies on a stream of ours ─► waiter ─► line (in order?) ─► worker: consumer ─► ticket or outputs
-//!                                                          └────────── without workers: there ──────────┘
+//! submit ─► gate (room?) ─► copies on a stream of ours ─► crew: one thread asks, any consumes, in order ─► ticket or outputs
 //! ```
 //!
 //! An item is the source while it is copied (`source`), an [`Output`] that takes room until it is dropped, and a result, which is
@@ -10,8 +9,8 @@
 //! copy fails, its consumer panics, its ticket is dropped or the pool is.
 #![deny(unsafe_code)]
 
+mod crew;
 mod gate;
-mod line;
 mod output;
 mod outputs;
 mod shared;
@@ -30,12 +29,13 @@ pub use source::{EgressSource, Tagged};
 pub use stats::{EgressHealth, EgressStats, Shutdown};
 pub use ticket::Ticket;
 
+use self::crew::Crew;
 use self::gate::Gate;
-use self::line::Line;
 use self::outputs::Channel;
 use self::shared::{Consumer, Inside, Observer, Shared, delivering, must_not_wait};
-use self::ticket::Item;
+use self::ticket::Spare;
 use crate::device::Device;
+use crate::driver::lane::{Lane, Lanes};
 use crate::error::{Error, Kind, Refused, Result, quietly};
 use crate::order::Order;
 use crate::pool::WhenFull;
@@ -107,7 +107,7 @@ pub enum Stage {
 /// |---|---|
 /// | no room | as [`when_full`](EgressPoolBuilder::when_full) says: wait (the default), wait no longer than, refuse. From inside a consumer: refuse, since it may be itself that has the room |
 /// | an item larger than all room | an error at once |
-/// | order | of completion, or of submission. Copies run one after another: an item whose stream is held holds up those behind it |
+/// | order | of completion, or of submission. Slices from up to four streams do not hold each other up; what comes from one stream, and tensors, go one after another |
 /// | the consumer panics | that item's error; the threads go on |
 /// | the device faults | every item's error, promptly; later submits fail |
 /// | a ticket is dropped | the item is consumed all the same |
@@ -116,13 +116,15 @@ pub enum Stage {
 /// | the pool is dropped | as a shutdown without a deadline: it waits, and nothing is lost. Inside a consumer it does not wait; the threads finish what is open |
 pub struct EgressPool<S: EgressSource, R: Send + 'static = Output<<S as EgressSource>::Output>> {
     shared: Arc<Shared<S, R>>,
-    workers: Vec<JoinHandle<()>>,
+    threads: Vec<JoinHandle<()>>,
+    workers: usize,
 }
 
 /// Makes an [`EgressPool`].
 pub struct EgressPoolBuilder<'d> {
     device: &'d Device,
     workers: usize,
+    awake: bool,
     items: usize,
     bytes: Option<u64>,
     order: Order,
@@ -139,6 +141,7 @@ impl EgressPool<crate::tensor::TransferTensor<u8>> {
         EgressPoolBuilder {
             device,
             workers: 1,
+            awake: false,
             items: 64,
             bytes: None,
             order: Order::default(),
@@ -152,9 +155,17 @@ impl EgressPool<crate::tensor::TransferTensor<u8>> {
 }
 
 impl EgressPoolBuilder<'_> {
-    /// How many threads run the consumer; 1, if not said. 0: it runs where copies complete, and holds up the others.
+    /// How many consumers run at a time; 1, if not said. The pool has one thread more, so that copies are brought in while all
+    /// of them are busy; with 0 it has that one only, which consumes too.
     pub fn workers(mut self, workers: usize) -> Self {
         self.workers = workers;
+        self
+    }
+
+    /// Keeps a thread awake, which asks for copies and consumes them without ever having to wake up. It takes a core for as long as
+    /// the pool lives.
+    pub fn low_latency(mut self, awake: bool) -> Self {
+        self.awake = awake;
         self
     }
 
@@ -217,50 +228,48 @@ impl EgressPoolBuilder<'_> {
         self.build(Box::new(consumer))
     }
 
-    /// A pool without a consumer of its own, and without workers: tickets and [`Outputs`] give the outputs themselves.
-    pub fn tickets<S: EgressSource>(mut self) -> EgressPool<S> {
+    /// A pool without a consumer of its own, and with one thread: tickets and [`Outputs`] give the outputs themselves.
+    ///
+    /// # Errors
+    /// The thread can not be started.
+    pub fn tickets<S: EgressSource>(mut self) -> Result<EgressPool<S>> {
         self.workers = 0;
-        self.assemble(Box::new(std::convert::identity))
+        self.build(Box::new(std::convert::identity))
     }
 
     fn build<S: EgressSource, R: Send + 'static>(self, consumer: Consumer<S::Output, R>) -> Result<EgressPool<S, R>> {
-        let (workers, name, on_start) = (self.workers, self.name.clone(), self.on_start.clone());
-        let mut pool = self.assemble(consumer);
-        for number in 0..workers {
-            let (shared, on_start) = (pool.shared.clone(), on_start.clone());
+        let bytes = self.bytes.unwrap_or_else(|| self.device.pool().budget());
+        let shared = Shared {
+            device: self.device.clone(),
+            gate: Arc::new(Gate::new(self.items, bytes)),
+            lanes: Lanes::new(self.device.context()),
+            flights: std::array::from_fn(|_| Lane::new()),
+            crew: Crew::new(self.order, self.workers, self.awake),
+            awake: self.awake,
+            consumer,
+            observer: self.observer,
+            when_full: self.when_full,
+            on_error: self.on_error,
+            state: parking_lot::Mutex::default(),
+            spare: Spare::new(self.items),
+        };
+        let mut pool = EgressPool { shared: Arc::new(shared), threads: Vec::new(), workers: self.workers };
+        for number in 0..=self.workers {
+            let (shared, on_start) = (pool.shared.clone(), self.on_start.clone());
             let work = move || {
                 if let Some(start) = on_start {
                     let _inside = Inside::start();
                     let _ = quietly(|| start(number));
                     let _ = quietly(|| drop(start));
                 }
-                while let Some(arrived) = shared.line.as_ref().and_then(Line::take) {
-                    shared.deliver(arrived);
-                }
+                shared.work();
             };
-            let name = format!("{name}-{number}");
+            let name = format!("{}-{number}", self.name);
             let thread = std::thread::Builder::new().name(name.clone()).spawn(work);
             // Those that run end with the pool, which is dropped here.
-            pool.workers.push(thread.map_err(|error| Error::new(Kind::Thread { what: format!("{name}: {error}") }))?);
+            pool.threads.push(thread.map_err(|error| Error::new(Kind::Thread { what: format!("{name}: {error}") }))?);
         }
         Ok(pool)
-    }
-
-    fn assemble<S: EgressSource, R: Send + 'static>(self, consumer: Consumer<S::Output, R>) -> EgressPool<S, R> {
-        let bytes = self.bytes.unwrap_or_else(|| self.device.pool().budget());
-        let shared = Shared {
-            device: self.device.clone(),
-            gate: Arc::new(Gate::new(self.items, bytes)),
-            line: (self.workers > 0 || self.order == Order::Submission).then(|| Line::new(self.order)),
-            inline: self.workers == 0,
-            consumer,
-            observer: self.observer,
-            when_full: self.when_full,
-            on_error: self.on_error,
-            state: parking_lot::Mutex::default(),
-            open: parking_lot::Mutex::default(),
-        };
-        EgressPool { shared: Arc::new(shared), workers: Vec::new() }
     }
 }
 
@@ -276,7 +285,7 @@ impl<S: EgressSource, R: Send + 'static> EgressPool<S, R> {
     /// There is no room ([`Error::is_full`]) or never will be; the pool is closed; a stream is being captured; the device faulted, or
     /// refused. The source comes back, except where a fault keeps its memory.
     pub fn submit(&self, source: S) -> Result<Ticket<R>, Refused<Option<S>>> {
-        self.shared.submit(source, None, |number| Item::new(number, None)).map(Ticket::new)
+        self.shared.submit(source, None, || None)
     }
 
     /// As [`submit`](Self::submit), with another answer to a lack of room.
@@ -284,7 +293,7 @@ impl<S: EgressSource, R: Send + 'static> EgressPool<S, R> {
     /// # Errors
     /// As [`submit`](Self::submit).
     pub fn submit_or(&self, source: S, when_full: WhenFull) -> Result<Ticket<R>, Refused<Option<S>>> {
-        self.shared.submit(source, Some(when_full), |number| Item::new(number, None)).map(Ticket::new)
+        self.shared.submit(source, Some(when_full), || None)
     }
 
     /// A way in whose results come out one after another, instead of through tickets. Each sender has outputs of its own.
@@ -324,7 +333,7 @@ impl<S: EgressSource, R: Send + 'static> EgressPool<S, R> {
 
     /// How it is.
     pub fn health(&self) -> EgressHealth {
-        self.shared.health(self.workers.len())
+        self.shared.health(self.workers)
     }
 
     /// What it has done so far.
@@ -345,26 +354,26 @@ impl<S: EgressSource, R: Send + 'static> Drop for EgressPool<S, R> {
             let shared = self.shared.clone();
             let end = move || {
                 shared.gate.wait_delivered(0, None);
-                shared.line.as_ref().map(Line::close)
+                shared.crew.close();
             };
             // Without a thread the workers stay asleep: nothing is lost but they.
             let _ = std::thread::Builder::new().name("transfer-out-end".into()).spawn(end);
             return;
         }
         self.shared.gate.wait_delivered(0, None);
-        if let Some(line) = &self.shared.line {
-            line.close();
-        }
-        for worker in self.workers.drain(..) {
-            let _ = worker.join();
+        self.shared.crew.close();
+        for thread in self.threads.drain(..) {
+            let _ = thread.join();
         }
     }
 }
 
 impl<S: EgressSource, R: Send + 'static> fmt::Debug for EgressPool<S, R> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let waiting = self.shared.line.as_ref().map(Line::len);
-        f.debug_struct("EgressPool").field("stats", &self.stats()).field("waiting", &waiting).finish_non_exhaustive()
+        f.debug_struct("EgressPool")
+            .field("stats", &self.stats())
+            .field("waiting", &self.shared.crew.len())
+            .finish_non_exhaustive()
     }
 }
 
@@ -392,10 +401,11 @@ impl<S: EgressSource, R: Send + 'static> EgressSender<S, R> {
     /// As [`EgressPool::submit`]; such an item does not come out.
     pub fn submit(&self, source: S) -> Result<u64, Refused<Option<S>>> {
         let mut sent = 0;
-        self.shared.submit(source, None, |number| {
+        let ticket = self.shared.submit(source, None, || {
             sent = self.channel.send();
-            Item::new(number, Some((self.channel.clone(), sent)))
+            Some((self.channel.clone(), sent))
         })?;
+        drop(ticket);
         Ok(sent)
     }
 }

@@ -2,24 +2,31 @@
 #![deny(unsafe_code)]
 
 use std::cell::RefCell;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
+use super::crew::{Crew, Done, Task};
 use super::gate::Gate;
-use super::line::Line;
 use super::output::{Output, Permit};
-use super::source::EgressSource;
-use super::source::sealed::Waits;
+use super::outputs::Channel;
+use super::source::{Ahead, EgressSource, Way};
 use super::stats::{EgressHealth, EgressStats};
-use super::ticket::Item;
+use super::ticket::{Held, Item, Spare, Ticket};
 use super::{OnError, Stage};
 use crate::complete::on_waiter;
 use crate::device::Device;
+use crate::driver::lane::{Asked, LANES, Lane, Lanes, Passed};
 use crate::error::{Error, Kind, Refused, Result, quietly};
 use crate::pool::WhenFull;
+
+/// How long the leader asks again and again after the last news, ...
+const AWAKE: Duration = Duration::from_micros(60);
+
+/// ... and its pauses after that: a 16th of how long there was none, within these bounds.
+const PAUSE: std::ops::RangeInclusive<Duration> = Duration::from_micros(20)..=Duration::from_millis(1);
 
 pub(super) type Consumer<O, R> = Box<dyn Fn(Output<O>) -> R + Send + Sync>;
 pub(super) type Observer = Box<dyn Fn(u64, Stage) + Send + Sync>;
@@ -27,21 +34,24 @@ pub(super) type Observer = Box<dyn Fn(u64, Stage) + Send + Sync>;
 pub(super) struct Shared<S: EgressSource, R: Send + 'static> {
     pub(super) device: Device,
     pub(super) gate: Arc<Gate>,
-    /// Where workers find items; without workers items are consumed where they arrive.
-    pub(super) line: Option<Line<Arrived<S, R>>>,
-    /// Nobody takes from the line but who puts into it.
-    pub(super) inline: bool,
+    /// Streams for copies, and what is on its way on each.
+    pub(super) lanes: Lanes,
+    pub(super) flights: [Lane<Flight<S, R>>; LANES],
+    /// What has come, and the threads that bring it in and consume it.
+    pub(super) crew: Crew<Arrived<S, R>>,
+    /// They do not rest.
+    pub(super) awake: bool,
     pub(super) consumer: Consumer<S::Output, R>,
     pub(super) observer: Option<Observer>,
     pub(super) when_full: WhenFull,
     pub(super) on_error: OnError,
-    pub(super) state: Mutex<State>,
-    /// Those that are not delivered, by number.
-    pub(super) open: Mutex<BTreeMap<u64, Arc<Item<R>>>>,
+    pub(super) state: Mutex<State<R>>,
+    pub(super) spare: Arc<Spare<R>>,
 }
 
-#[derive(Default)]
-pub(super) struct State {
+pub(super) struct State<R> {
+    /// Those that are not delivered, by number.
+    open: HashMap<u64, Arc<Item<R>>>,
     pub(super) stats: EgressStats,
     pub(super) panics: u64,
     pub(super) last_error: Option<Error>,
@@ -50,9 +60,24 @@ pub(super) struct State {
     pub(super) stopped: Option<Error>,
 }
 
+impl<R> Default for State<R> {
+    fn default() -> Self {
+        let (open, stats) = (HashMap::new(), EgressStats::default());
+        Self { open, stats, panics: 0, last_error: None, faulted: false, stopped: None }
+    }
+}
+
+/// An item whose copy is under way.
+pub(super) struct Flight<S: EgressSource, R> {
+    item: Held<R>,
+    begun: S::Flying,
+    permit: Permit,
+    start: Instant,
+}
+
 /// An item whose copy is over, one way or another.
 pub(super) struct Arrived<S: EgressSource, R> {
-    item: Arc<Item<R>>,
+    item: Held<R>,
     output: Result<Output<S::Output>>,
     at: Instant,
 }
@@ -100,13 +125,13 @@ pub(super) fn must_not_wait() -> bool {
 }
 
 impl<S: EgressSource, R: Send + 'static> Shared<S, R> {
-    /// Submits the copies of `source`, and tells `item` once it is known which number it has.
+    /// Submits the copies of `source`, and asks where its result is to go once it is known to be taken.
     pub(super) fn submit(
         self: &Arc<Self>,
         source: S,
         when_full: Option<WhenFull>,
-        item: impl FnOnce(u64) -> Arc<Item<R>>,
-    ) -> Result<Arc<Item<R>>, Refused<Option<S>>> {
+        channel: impl FnOnce() -> Option<(Arc<Channel<R>>, u64)>,
+    ) -> Result<Ticket<R>, Refused<Option<S>>> {
         let bytes = source.bytes();
         let when_full = if must_not_wait() { WhenFull::Refuse } else { when_full.unwrap_or(self.when_full) };
         if let Err(error) = self.gate.enter(bytes, when_full) {
@@ -114,9 +139,10 @@ impl<S: EgressSource, R: Send + 'static> Shared<S, R> {
         }
         // From here on it is open, and must be delivered or given up.
         let permit = Permit::new(self.gate.clone(), bytes);
-        let mut waits = Waits::default();
+        let start = Instant::now();
+        let mut way = Way::new(&self.device, &self.lanes);
         // What it can not give back is dropped there, and a tag is the caller's own.
-        let begun = quietly(|| source.begin(&self.device, &mut waits));
+        let begun = quietly(|| source.begin(&mut way));
         let begun = match begun.unwrap_or_else(|error| Err(Refused { error, value: None })) {
             Ok(begun) => begun,
             Err(refused) => {
@@ -125,40 +151,109 @@ impl<S: EgressSource, R: Send + 'static> Shared<S, R> {
                 return Err(refused);
             }
         };
-        let start = Instant::now();
-        let number = {
+        let channel = channel();
+        let (ticket, item, stopped) = {
             let mut state = self.state.lock();
+            let number = state.stats.submitted;
             state.stats.submitted += 1;
             state.stats.in_flight += 1;
-            state.stats.submitted - 1
+            let (ticket, item) = Held::pair(&self.spare, number, channel);
+            if state.stopped.is_none() {
+                state.open.insert(number, item.item().clone());
+            }
+            (ticket, item, state.stopped.clone())
         };
-        let item = item(number);
-        self.open.lock().insert(number, item.clone());
-        // Who gives up what is open says so first, and then looks.
-        let stopped = self.state.lock().stopped.clone();
-        if let Some(error) = stopped
-            && self.open.lock().remove(&number).is_some()
-        {
+        let number = item.number;
+        if let Some(error) = stopped {
             let _ = quietly(|| item.finish(Err(error)));
         }
         self.observe(number, Stage::Submitted { bytes });
-        let (shared, told) = (self.clone(), item.clone());
-        let then = Box::new(move |passed: Result<()>| shared.arrived(told, passed, begun, permit, start));
-        if let Err((error, then)) = self.device.waiter().submit(waits.0, then) {
-            // There is no thread to wait: the copies go on, and keep their memory.
-            then(Err(error));
+        let flight = Flight { item, begun, permit, start };
+        match way.ahead() {
+            Ahead::Lane(lane, stream) => {
+                let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
+                self.flights[lane].push(self.device.context(), &stream, flight, bytes, self.device.most_gbs());
+                self.crew.launched();
+            }
+            Ahead::All(pending) => {
+                let shared = self.clone();
+                let then = Box::new(move |passed: Result<()>| {
+                    let (number, arrived) = shared.landed(flight, passed.map(|()| Passed::seen()));
+                    shared.crew.arrived(number, arrived);
+                });
+                if let Err((error, then)) = self.device.waiter().submit(pending, then) {
+                    // There is no thread to wait: the copies go on, and keep their memory.
+                    then(Err(error));
+                }
+            }
         }
-        Ok(item)
+        Ok(Ticket::new(ticket))
+    }
+
+    /// The work of one of the pool's threads.
+    pub(super) fn work(&self) {
+        let (mut found, mut batch) = (Vec::new(), Vec::new());
+        let mut task = self.crew.next(Done::Nothing);
+        loop {
+            task = match task {
+                Task::Consume(arrived) => {
+                    self.deliver(arrived);
+                    self.crew.next(Done::Consumed)
+                }
+                Task::Lead => {
+                    self.lead(&mut found, &mut batch);
+                    self.crew.next(Done::Led(&mut found))
+                }
+                Task::End => return,
+            };
+        }
+    }
+
+    /// Asks for what is under way, until something has come or nothing is.
+    fn lead(&self, found: &mut Vec<(u64, Arrived<S, R>)>, batch: &mut Vec<Flight<S, R>>) {
+        let (context, gbs) = (self.device.context(), self.device.most_gbs());
+        let (mut since, mut last) = (Instant::now(), None);
+        loop {
+            let news = self.crew.news();
+            let (mut idle, mut due) = (true, None);
+            for lane in &self.flights {
+                let asked =
+                    lane.ask(context, gbs, batch, &mut |flight, passed| found.push(self.landed(flight, passed)));
+                if let Asked::Waiting(from) = asked {
+                    // The first one of several; any time, if one of them does not know.
+                    due = if idle { from } else { due.min(from) };
+                    idle = false;
+                }
+            }
+            if !found.is_empty() || idle {
+                if self.awake && found.is_empty() {
+                    breathe();
+                }
+                return;
+            }
+            let now = Instant::now();
+            if last.replace(news) != Some(news) {
+                since = now;
+            }
+            since = due.map_or(since, |due| since.max(due));
+            if self.awake || now >= since && now - since < AWAKE {
+                breathe();
+            } else if now < since {
+                self.crew.rest(news, since - now);
+            } else {
+                self.crew.rest(news, ((now - since) / 16).clamp(*PAUSE.start(), *PAUSE.end()));
+            }
+        }
     }
 
     /// The copies have run, or never will.
-    fn arrived(&self, item: Arc<Item<R>>, passed: Result<()>, begun: S::Flying, permit: Permit, start: Instant) {
-        let number = item.number;
-        let bytes = permit.bytes();
+    fn landed(&self, flight: Flight<S, R>, passed: Result<Passed>) -> (u64, Arrived<S, R>) {
+        let Flight { item, begun, permit, start } = flight;
+        let (number, bytes) = (item.number, permit.bytes());
         let inside = Inside::of(&self.gate, number);
         // A tag in it may be the caller's own.
         let landed = match passed {
-            Ok(()) => quietly(|| S::land(begun)).and_then(|landed| landed),
+            Ok(passed) => quietly(|| S::land(begun, &passed)).and_then(|landed| landed),
             Err(error) => {
                 let _ = quietly(|| drop(begun));
                 Err(error)
@@ -180,18 +275,11 @@ impl<S: EgressSource, R: Send + 'static> Shared<S, R> {
             self.observe(number, Stage::Copied { bytes });
         }
         drop(inside);
-        let arrived = Arrived { item, output, at };
-        let Some(line) = &self.line else { return self.deliver(arrived) };
-        line.put(number, arrived);
-        while self.inline
-            && let Some(next) = line.try_take()
-        {
-            self.deliver(next);
-        }
+        (number, Arrived { item, output, at })
     }
 
     /// Has an item consumed, and tells who waits for it.
-    pub(super) fn deliver(&self, arrived: Arrived<S, R>) {
+    fn deliver(&self, arrived: Arrived<S, R>) {
         let Arrived { item, output, at } = arrived;
         let begun = Instant::now();
         let stopped = {
@@ -204,26 +292,15 @@ impl<S: EgressSource, R: Send + 'static> Shared<S, R> {
         let inside = Inside::of(&self.gate, item.number);
         let result = match (output, stopped) {
             (Err(error), _) => Err(error),
-            (Ok(output), None) if item.begin() => quietly(|| (self.consumer)(output)),
+            (Ok(output), None) if item.item().begin() => quietly(|| (self.consumer)(output)),
             (Ok(output), stopped) => {
                 // A tag in it may be the caller's own.
                 let _ = quietly(|| drop(output));
-                let stopped = stopped.filter(|_| !item.is_cancelled());
+                let stopped = stopped.filter(|_| !item.item().is_cancelled());
                 Err(stopped.unwrap_or_else(|| Error::new(Kind::Withdrawn)))
             }
         };
-        let taken = begun.elapsed();
-        let given_up = self.open.lock().remove(&item.number).is_none();
-        let stopped = if given_up { self.state.lock().stopped.clone() } else { None };
-        let result = match (result, stopped) {
-            (Ok(late), Some(stopped)) => {
-                // Who waited was told so.
-                let _ = quietly(|| drop(late));
-                Err(stopped)
-            }
-            (result, _) => result,
-        };
-        self.note(item.number, &result, taken);
+        let result = self.note(item.number, result, begun.elapsed());
         // A result that nobody wants is dropped here, and a waker is a caller's.
         let _ = quietly(|| item.finish(result));
         let _ = quietly(|| drop(item));
@@ -231,11 +308,17 @@ impl<S: EgressSource, R: Send + 'static> Shared<S, R> {
         self.gate.delivered();
     }
 
-    fn note(&self, number: u64, result: &Result<R>, taken: Duration) {
+    /// Counts an item that is over. What comes too late, after its ticket was told that it would not come, is dropped.
+    fn note(&self, number: u64, result: Result<R>, taken: Duration) -> Result<R> {
         let mut state = self.state.lock();
         state.stats.consuming -= 1;
         state.stats.consuming_time += taken;
-        let stage = match result {
+        let given_up = state.open.remove(&number).is_none();
+        let (result, late) = match (result, state.stopped.clone().filter(|_| given_up)) {
+            (Ok(late), Some(stopped)) => (Err(stopped), Some(late)),
+            (result, _) => (result, None),
+        };
+        let stage = match &result {
             Ok(_) => {
                 state.stats.delivered += 1;
                 Stage::Delivered
@@ -261,7 +344,10 @@ impl<S: EgressSource, R: Send + 'static> Shared<S, R> {
             }
         };
         drop(state);
+        // A caller's value.
+        let _ = quietly(|| drop(late));
         self.observe(number, stage);
+        result
     }
 
     /// Tells the observer; what it does wrong is not the item's.
@@ -275,17 +361,18 @@ impl<S: EgressSource, R: Send + 'static> Shared<S, R> {
     /// Nothing is delivered any more; who waits for an open item is told. How many those are.
     pub(super) fn abandon(&self) -> u64 {
         let error = Error::new(Kind::Closed { why: "the pool was shut down before the item was delivered".into() });
-        self.state.lock().stopped.get_or_insert_with(|| error.clone());
         // Not those that this thread is at.
         let own = delivering(&self.gate);
-        let open: BTreeMap<_, _> = {
-            let mut all = self.open.lock();
-            let (own, open) = std::mem::take(&mut *all).into_iter().partition(|(number, _)| own.contains(number));
-            *all = own;
+        let open: HashMap<_, _> = {
+            let mut state = self.state.lock();
+            state.stopped.get_or_insert_with(|| error.clone());
+            let all = std::mem::take(&mut state.open);
+            let (own, open) = all.into_iter().partition(|(number, _)| own.contains(number));
+            state.open = own;
             open
         };
-        for item in open.values() {
-            let _ = quietly(|| item.finish(Err(error.clone())));
+        for (number, item) in &open {
+            let _ = quietly(|| item.finish(*number, Err(error.clone())));
         }
         open.len() as u64
     }
@@ -305,5 +392,12 @@ impl<S: EgressSource, R: Send + 'static> Shared<S, R> {
             faulted: state.faulted,
             closed: self.gate.closed().is_some(),
         }
+    }
+}
+
+/// A µs or so: who asks the driver without a pause holds up those who submit.
+fn breathe() {
+    for _ in 0..16 {
+        std::hint::spin_loop();
     }
 }

@@ -6,9 +6,12 @@ use std::sync::Arc;
 use cudarc::driver::CudaSlice;
 
 use crate::device::Device;
-use crate::driver::Pending;
+use crate::driver::lane::{Lanes, Passed};
+use crate::driver::memory::SharedSlice;
+use crate::driver::{Pending, Stream};
 use crate::element::Element;
 use crate::error::{Refused, Result};
+use crate::tensor::fetch::{self, Fetch};
 use crate::tensor::{HostTensor, TransferTensor};
 
 /// A result on the device, or several of one step, to be brought to the host by an [`EgressPool`](crate::EgressPool).
@@ -29,11 +32,7 @@ pub trait EgressSource: sealed::Sealed<Landed = Self::Output> + Sized + Send + '
 }
 
 pub(crate) mod sealed {
-    use super::{Device, Pending, Refused, Result};
-
-    /// What an item waits for.
-    #[derive(Debug, Default)]
-    pub struct Waits(pub(in crate::egress) Vec<Pending>);
+    use super::{Passed, Refused, Result, Way};
 
     pub trait Sealed: Sized {
         /// The source while it is copied.
@@ -42,19 +41,62 @@ pub(crate) mod sealed {
 
         fn bytes(&self) -> u64;
 
-        /// Submits the copies; what to wait for is added to `waits`. What comes back may have been partly copied; nothing does
+        /// Submits the copies; what to wait for is noted in `way`. What comes back may have been partly copied; nothing does
         /// where the device faulted meanwhile.
-        fn begin(self, device: &Device, waits: &mut Waits) -> Result<Self::Flying, Refused<Option<Self>>>;
+        fn begin(self, way: &mut Way<'_>) -> Result<Self::Flying, Refused<Option<Self>>>;
 
         /// What is on the host, when all of that has passed.
-        fn land(flying: Self::Flying) -> Result<Self::Landed>;
+        fn land(flying: Self::Flying, passed: &Passed) -> Result<Self::Landed>;
 
         /// The source again.
         fn back(flying: Self::Flying) -> Option<Self>;
     }
 }
 
-use sealed::{Sealed, Waits};
+/// How the copies of one item go.
+#[derive(Debug)]
+pub struct Way<'a> {
+    device: &'a Device,
+    lanes: &'a Lanes,
+    /// The stream that carries all of its slices.
+    lane: Option<(usize, Stream)>,
+    waits: Vec<Pending>,
+}
+
+/// What an item waits for.
+#[derive(Debug)]
+pub(super) enum Ahead {
+    /// What it has submitted to the stream with this number.
+    Lane(usize, Stream),
+    All(Vec<Pending>),
+}
+
+impl<'a> Way<'a> {
+    pub(super) fn new(device: &'a Device, lanes: &'a Lanes) -> Self {
+        Self { device, lanes, lane: None, waits: Vec::new() }
+    }
+
+    fn lane(&mut self, producer: &Stream, bytes: usize) -> Result<Stream> {
+        let lane = match self.lane.take() {
+            Some(lane) => lane,
+            None => self.lanes.of(producer, bytes)?,
+        };
+        Ok(self.lane.insert(lane).1.clone())
+    }
+
+    pub(super) fn ahead(mut self) -> Ahead {
+        match self.lane {
+            Some((number, stream)) if self.waits.is_empty() => Ahead::Lane(number, stream),
+            Some((_, stream)) => {
+                self.waits.push(self.device.point(&stream));
+                Ahead::All(self.waits)
+            }
+            None => Ahead::All(self.waits),
+        }
+    }
+}
+
+use sealed::Sealed;
 
 impl<T: Element> EgressSource for TransferTensor<T> {
     type Output = HostTensor<T>;
@@ -68,18 +110,18 @@ impl<T: Element> Sealed for TransferTensor<T> {
         TransferTensor::bytes(self) as u64
     }
 
-    fn begin(self, _: &Device, waits: &mut Waits) -> Result<Self, Refused<Option<Self>>> {
+    fn begin(self, way: &mut Way<'_>) -> Result<Self, Refused<Option<Self>>> {
         match self.to_host() {
             Ok(transfer) => {
                 let (tensor, all) = transfer.into_parts();
-                waits.0.extend(all);
+                way.waits.extend(all);
                 Ok(tensor)
             }
             Err(Refused { error, value }) => Err(Refused { error, value: Some(value) }),
         }
     }
 
-    fn land(mut flying: Self) -> Result<HostTensor<T>> {
+    fn land(mut flying: Self, _: &Passed) -> Result<HostTensor<T>> {
         // The device's memory is free for the next step.
         flying.release_device()?;
         Ok(HostTensor::new(flying)?)
@@ -90,34 +132,57 @@ impl<T: Element> Sealed for TransferTensor<T> {
     }
 }
 
+/// A slice on its way: as such, or as a tensor, which can do without page-locked memory.
+#[allow(missing_debug_implementations)] // No caller sees one.
+pub enum SliceFlying<T: Element, S: Send + 'static, K> {
+    Fetch(Fetch<S>),
+    Tensor(TransferTensor<T>, K),
+}
+
 impl<T: Element> EgressSource for CudaSlice<T> {
     type Output = HostTensor<T>;
 }
 
 impl<T: Element> Sealed for CudaSlice<T> {
-    type Flying = TransferTensor<T>;
+    type Flying = SliceFlying<T, Self, ()>;
     type Landed = HostTensor<T>;
 
     fn bytes(&self) -> u64 {
         self.num_bytes() as u64
     }
 
-    fn begin(self, device: &Device, waits: &mut Waits) -> Result<TransferTensor<T>, Refused<Option<Self>>> {
+    fn begin(self, way: &mut Way<'_>) -> Result<Self::Flying, Refused<Option<Self>>> {
+        let some = |Refused { error, value }| Refused { error, value: Some(value) };
+        if let Some(room) = fetch::room(way.device, &self) {
+            let producer = Stream::of_caller(self.stream());
+            let stream = match way.lane(&producer, self.num_bytes()) {
+                Ok(stream) => stream,
+                Err(error) => return Err(Refused { error, value: Some(self) }),
+            };
+            return Fetch::owned(way.device, self, room, (producer, stream)).map(SliceFlying::Fetch).map_err(some);
+        }
         let len = self.len();
-        match device.tensor().from_cuda_slice(self, [len]) {
-            Ok(tensor) => tensor
-                .begin(device, waits)
-                .map_err(|Refused { error, value }| Refused { error, value: value.and_then(Self::back) }),
-            Err(Refused { error, value }) => Err(Refused { error, value: Some(value) }),
+        let tensor = way.device.tensor().from_cuda_slice(self, [len]).map_err(some)?;
+        match tensor.begin(way) {
+            Ok(tensor) => Ok(SliceFlying::Tensor(tensor, ())),
+            Err(Refused { error, value }) => {
+                Err(Refused { error, value: value.and_then(|tensor| tensor.into_cuda_slice().ok()) })
+            }
         }
     }
 
-    fn land(flying: TransferTensor<T>) -> Result<HostTensor<T>> {
-        <TransferTensor<T> as Sealed>::land(flying)
+    fn land(flying: Self::Flying, passed: &Passed) -> Result<HostTensor<T>> {
+        match flying {
+            SliceFlying::Fetch(fetch) => fetch.land(passed),
+            SliceFlying::Tensor(tensor, ()) => <TransferTensor<T> as Sealed>::land(tensor, passed),
+        }
     }
 
-    fn back(flying: TransferTensor<T>) -> Option<Self> {
-        flying.into_cuda_slice().ok()
+    fn back(flying: Self::Flying) -> Option<Self> {
+        match flying {
+            SliceFlying::Fetch(fetch) => fetch.back(),
+            SliceFlying::Tensor(tensor, ()) => tensor.into_cuda_slice().ok(),
+        }
     }
 }
 
@@ -126,30 +191,48 @@ impl<T: Element> EgressSource for Arc<CudaSlice<T>> {
 }
 
 impl<T: Element> Sealed for Arc<CudaSlice<T>> {
-    type Flying = (TransferTensor<T>, Self);
+    type Flying = SliceFlying<T, SharedSlice<T>, SharedSlice<T>>;
     type Landed = HostTensor<T>;
 
     fn bytes(&self) -> u64 {
         self.num_bytes() as u64
     }
 
-    fn begin(self, device: &Device, waits: &mut Waits) -> Result<Self::Flying, Refused<Option<Self>>> {
-        let begun = match device.tensor().from_shared_cuda_slice(self.clone(), [self.len()]) {
-            Ok(tensor) => tensor.begin(device, waits).map_err(|refused| refused.error),
-            Err(error) => Err(error),
+    fn begin(self, way: &mut Way<'_>) -> Result<Self::Flying, Refused<Option<Self>>> {
+        let (context, len) = (way.device.context().clone(), self.len());
+        let mut begin = || {
+            if let Some(room) = fetch::room(way.device, &self) {
+                let producer = Stream::of_caller(self.stream());
+                let stream = way.lane(&producer, self.num_bytes())?;
+                let shared = SharedSlice::new(&context, self.clone());
+                return Fetch::shared(way.device, shared, len, room, (producer, stream)).map(SliceFlying::Fetch);
+            }
+            let tensor = way.device.tensor().from_shared_cuda_slice(self.clone(), [len])?;
+            let tensor = tensor.begin(way).map_err(|refused| refused.error)?;
+            Ok(SliceFlying::Tensor(tensor, SharedSlice::new(&context, self.clone())))
         };
-        match begun {
-            Ok(tensor) => Ok((tensor, self)),
+        match begin() {
+            // Who drops the last handle may have to order that first: let it not be this one.
+            Ok(flying) => {
+                drop(self);
+                Ok(flying)
+            }
             Err(error) => Err(Refused { error, value: Some(self) }),
         }
     }
 
-    fn land((tensor, _): Self::Flying) -> Result<HostTensor<T>> {
-        <TransferTensor<T> as Sealed>::land(tensor)
+    fn land(flying: Self::Flying, passed: &Passed) -> Result<HostTensor<T>> {
+        match flying {
+            SliceFlying::Fetch(fetch) => fetch.land(passed),
+            SliceFlying::Tensor(tensor, _shared) => <TransferTensor<T> as Sealed>::land(tensor, passed),
+        }
     }
 
-    fn back((_, slice): Self::Flying) -> Option<Self> {
-        Some(slice)
+    fn back(flying: Self::Flying) -> Option<Self> {
+        match flying {
+            SliceFlying::Fetch(fetch) => fetch.handle(),
+            SliceFlying::Tensor(_, shared) => shared.handle(),
+        }
     }
 }
 
@@ -165,11 +248,11 @@ impl<S: Sealed> Sealed for Vec<S> {
         self.iter().map(S::bytes).fold(0, u64::saturating_add)
     }
 
-    fn begin(self, device: &Device, waits: &mut Waits) -> Result<Self::Flying, Refused<Option<Self>>> {
+    fn begin(self, way: &mut Way<'_>) -> Result<Self::Flying, Refused<Option<Self>>> {
         let mut flying = Vec::with_capacity(self.len());
         let mut rest = self.into_iter();
         while let Some(source) = rest.next() {
-            match source.begin(device, waits) {
+            match source.begin(way) {
                 Ok(begun) => flying.push(begun),
                 Err(Refused { error, value }) => {
                     let begun = flying.into_iter().map(S::back);
@@ -181,8 +264,8 @@ impl<S: Sealed> Sealed for Vec<S> {
         Ok(flying)
     }
 
-    fn land(flying: Self::Flying) -> Result<Self::Landed> {
-        flying.into_iter().map(S::land).collect()
+    fn land(flying: Self::Flying, passed: &Passed) -> Result<Self::Landed> {
+        flying.into_iter().map(|flying| S::land(flying, passed)).collect()
     }
 
     fn back(flying: Self::Flying) -> Option<Self> {
@@ -202,20 +285,20 @@ impl<A: Sealed, B: Sealed> Sealed for (A, B) {
         self.0.bytes().saturating_add(self.1.bytes())
     }
 
-    fn begin(self, device: &Device, waits: &mut Waits) -> Result<Self::Flying, Refused<Option<Self>>> {
+    fn begin(self, way: &mut Way<'_>) -> Result<Self::Flying, Refused<Option<Self>>> {
         let (a, b) = self;
-        let a = match a.begin(device, waits) {
+        let a = match a.begin(way) {
             Ok(a) => a,
             Err(Refused { error, value }) => return Err(Refused { error, value: value.map(|a| (a, b)) }),
         };
-        match b.begin(device, waits) {
+        match b.begin(way) {
             Ok(b) => Ok((a, b)),
             Err(Refused { error, value }) => Err(Refused { error, value: A::back(a).zip(value) }),
         }
     }
 
-    fn land((a, b): Self::Flying) -> Result<Self::Landed> {
-        Ok((A::land(a)?, B::land(b)?))
+    fn land((a, b): Self::Flying, passed: &Passed) -> Result<Self::Landed> {
+        Ok((A::land(a, passed)?, B::land(b, passed)?))
     }
 
     fn back((a, b): Self::Flying) -> Option<Self> {
@@ -235,14 +318,14 @@ impl<A: Sealed, B: Sealed, C: Sealed> Sealed for (A, B, C) {
         self.0.bytes().saturating_add(self.1.bytes()).saturating_add(self.2.bytes())
     }
 
-    fn begin(self, device: &Device, waits: &mut Waits) -> Result<Self::Flying, Refused<Option<Self>>> {
+    fn begin(self, way: &mut Way<'_>) -> Result<Self::Flying, Refused<Option<Self>>> {
         let (a, b, c) = self;
         let flat = |((a, b), c)| (a, b, c);
-        ((a, b), c).begin(device, waits).map_err(|Refused { error, value }| Refused { error, value: value.map(flat) })
+        ((a, b), c).begin(way).map_err(|Refused { error, value }| Refused { error, value: value.map(flat) })
     }
 
-    fn land(flying: Self::Flying) -> Result<Self::Landed> {
-        let ((a, b), c) = <((A, B), C) as Sealed>::land(flying)?;
+    fn land(flying: Self::Flying, passed: &Passed) -> Result<Self::Landed> {
+        let ((a, b), c) = <((A, B), C) as Sealed>::land(flying, passed)?;
         Ok((a, b, c))
     }
 
@@ -280,16 +363,16 @@ impl<S: Sealed, K: Send + 'static> Sealed for Tagged<S, K> {
         self.value.bytes()
     }
 
-    fn begin(self, device: &Device, waits: &mut Waits) -> Result<Self::Flying, Refused<Option<Self>>> {
+    fn begin(self, way: &mut Way<'_>) -> Result<Self::Flying, Refused<Option<Self>>> {
         let Self { value, tag } = self;
-        match value.begin(device, waits) {
+        match value.begin(way) {
             Ok(value) => Ok(Tagged { value, tag }),
             Err(Refused { error, value }) => Err(Refused { error, value: value.map(|value| Self { value, tag }) }),
         }
     }
 
-    fn land(flying: Self::Flying) -> Result<Self::Landed> {
-        Ok(Tagged { value: S::land(flying.value)?, tag: flying.tag })
+    fn land(flying: Self::Flying, passed: &Passed) -> Result<Self::Landed> {
+        Ok(Tagged { value: S::land(flying.value, passed)?, tag: flying.tag })
     }
 
     fn back(flying: Self::Flying) -> Option<Self> {

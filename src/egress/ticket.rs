@@ -16,17 +16,23 @@ use crate::sync::{Condvar, Mutex};
 ///
 /// Dropping or forgetting it is fine: the item is delivered all the same, and what comes of it is dropped.
 #[must_use = "what comes of the item is given by `wait`, `try_wait` or `.await`"]
-pub struct Ticket<R>(Arc<Item<R>>);
+pub struct Ticket<R>(Held<R>);
 
+/// What is known of an item, for who waits for it and for who delivers it.
 pub(super) struct Item<R> {
-    pub(super) number: u64,
     state: Mutex<State<R>>,
     changed: Condvar,
-    /// Where the result goes instead, under which number.
-    channel: Option<(Arc<Channel<R>>, u64)>,
 }
 
-enum State<R> {
+struct State<R> {
+    number: u64,
+    /// Where the result goes instead, under which number.
+    channel: Option<(Arc<Channel<R>>, u64)>,
+    phase: Phase<R>,
+    holders: u8,
+}
+
+enum Phase<R> {
     /// On its way.
     Open {
         cancelled: bool,
@@ -40,18 +46,77 @@ enum State<R> {
     Taken,
 }
 
-impl<R> Item<R> {
-    pub(super) fn new(number: u64, channel: Option<(Arc<Channel<R>>, u64)>) -> Arc<Self> {
-        let state = Mutex::new(State::Open { cancelled: false, waker: None });
-        Arc::new(Self { number, state, changed: Condvar::new(), channel })
+/// Items that are over, for new ones: in the steady state none is allocated.
+pub(super) struct Spare<R> {
+    items: Mutex<Vec<Arc<Item<R>>>>,
+    most: usize,
+}
+
+impl<R> Spare<R> {
+    pub(super) fn new(most: usize) -> Arc<Self> {
+        Arc::new(Self { items: Mutex::new(Vec::new()), most })
+    }
+}
+
+/// One of the two hands in which an item is: the ticket's and the pool's. The last one to let go gives it back.
+pub(super) struct Held<R> {
+    pub(super) number: u64,
+    item: Arc<Item<R>>,
+    spare: Arc<Spare<R>>,
+}
+
+impl<R> Held<R> {
+    /// An item in two hands.
+    pub(super) fn pair(spare: &Arc<Spare<R>>, number: u64, channel: Option<(Arc<Channel<R>>, u64)>) -> (Self, Self) {
+        let state = State { number, channel, phase: Phase::Open { cancelled: false, waker: None }, holders: 2 };
+        let used = spare.items.lock().pop();
+        let item = match used {
+            Some(item) => {
+                *item.state.lock() = state;
+                item
+            }
+            None => Arc::new(Item { state: Mutex::new(state), changed: Condvar::new() }),
+        };
+        let other = Self { number, item: item.clone(), spare: spare.clone() };
+        (Self { number, item, spare: spare.clone() }, other)
     }
 
+    /// A look at it, which is no hand: it may become another item.
+    pub(super) fn item(&self) -> &Arc<Item<R>> {
+        &self.item
+    }
+
+    pub(super) fn finish(&self, result: Result<R>) {
+        self.item.finish(self.number, result);
+    }
+}
+
+impl<R> Drop for Held<R> {
+    fn drop(&mut self) {
+        let mut state = self.item.state.lock();
+        state.holders -= 1;
+        if state.holders > 0 {
+            return;
+        }
+        let left = (std::mem::replace(&mut state.phase, Phase::Taken), state.channel.take());
+        drop(state);
+        let mut items = self.spare.items.lock();
+        if items.len() < self.spare.most {
+            items.push(self.item.clone());
+        }
+        drop(items);
+        // Not under a lock: a caller's value.
+        drop(left);
+    }
+}
+
+impl<R> Item<R> {
     /// Whether it is to be delivered: from here on it can not be cancelled.
     pub(super) fn begin(&self) -> bool {
-        let mut state = self.state.lock();
-        match &mut *state {
-            State::Open { cancelled: false, waker } => {
-                *state = State::Begun { waker: waker.take() };
+        let phase = &mut self.state.lock().phase;
+        match phase {
+            Phase::Open { cancelled: false, waker } => {
+                *phase = Phase::Begun { waker: waker.take() };
                 true
             }
             _ => false,
@@ -59,12 +124,12 @@ impl<R> Item<R> {
     }
 
     pub(super) fn is_cancelled(&self) -> bool {
-        matches!(*self.state.lock(), State::Open { cancelled: true, .. })
+        matches!(self.state.lock().phase, Phase::Open { cancelled: true, .. })
     }
 
     fn cancel(&self) -> bool {
-        match &mut *self.state.lock() {
-            State::Open { cancelled, .. } => {
+        match &mut self.state.lock().phase {
+            Phase::Open { cancelled, .. } => {
                 *cancelled = true;
                 true
             }
@@ -72,44 +137,46 @@ impl<R> Item<R> {
         }
     }
 
-    /// Gives the result to who waits for it. The first one stays.
-    pub(super) fn finish(&self, result: Result<R>) {
+    /// Gives the result to who waits for the item with this number. The first one stays.
+    pub(super) fn finish(&self, number: u64, result: Result<R>) {
         let mut state = self.state.lock();
-        if matches!(*state, State::Done(_) | State::Taken) {
+        if state.number != number || matches!(state.phase, Phase::Done(_) | Phase::Taken) {
             // Not under the lock: a caller's value is dropped.
             drop(state);
             return drop(result);
         }
-        if let Some((channel, number)) = &self.channel {
-            *state = State::Taken;
+        if let Some((channel, number)) = state.channel.take() {
+            state.phase = Phase::Taken;
             drop(state);
-            return channel.put(*number, result);
+            return channel.put(number, result);
         }
-        let before = std::mem::replace(&mut *state, State::Done(result));
+        let before = std::mem::replace(&mut state.phase, Phase::Done(result));
         drop(state);
         self.changed.notify_all();
-        if let State::Open { waker: Some(waker), .. } | State::Begun { waker: Some(waker) } = before {
+        if let Phase::Open { waker: Some(waker), .. } | Phase::Begun { waker: Some(waker) } = before {
             waker.wake();
         }
     }
+}
 
+impl<R> State<R> {
     /// The result, if it is there; an error stays there.
-    fn take(state: &mut State<R>) -> Option<Result<R>> {
-        match state {
-            State::Open { .. } | State::Begun { .. } => None,
-            State::Done(Err(error)) => Some(Err(error.clone())),
-            State::Done(Ok(_)) => match std::mem::replace(state, State::Taken) {
-                State::Done(result) => Some(result),
+    fn take(&mut self) -> Option<Result<R>> {
+        match &self.phase {
+            Phase::Open { .. } | Phase::Begun { .. } => None,
+            Phase::Done(Err(error)) => Some(Err(error.clone())),
+            Phase::Done(Ok(_)) => match std::mem::replace(&mut self.phase, Phase::Taken) {
+                Phase::Done(result) => Some(result),
                 _ => None,
             },
-            State::Taken => Some(Err(Error::unsupported("polling a ticket again", "it has already given its result"))),
+            Phase::Taken => Some(Err(Error::unsupported("polling a ticket again", "it has already given its result"))),
         }
     }
 }
 
 impl<R> Ticket<R> {
-    pub(super) fn new(item: Arc<Item<R>>) -> Self {
-        Self(item)
+    pub(super) fn new(held: Held<R>) -> Self {
+        Self(held)
     }
 
     /// The item's number: 0 for the first that the pool took, and so on.
@@ -120,7 +187,7 @@ impl<R> Ticket<R> {
     /// Takes the item back before it is delivered; whether there was time for that. Its copy runs to its end, its result is
     /// [`Error::is_cancelled`].
     pub fn cancel(&self) -> bool {
-        self.0.cancel()
+        self.0.item.cancel()
     }
 
     /// Blocks until the item is delivered.
@@ -128,12 +195,12 @@ impl<R> Ticket<R> {
     /// # Errors
     /// The copy failed, the device faulted, the consumer panicked, the item was cancelled, or the pool was shut down before.
     pub fn wait(self) -> Result<R> {
-        let mut state = self.0.state.lock();
+        let mut state = self.0.item.state.lock();
         loop {
-            if let Some(result) = Item::take(&mut state) {
+            if let Some(result) = state.take() {
                 return result;
             }
-            self.0.changed.wait(&mut state);
+            self.0.item.changed.wait(&mut state);
         }
     }
 
@@ -151,15 +218,15 @@ impl<R> Ticket<R> {
     /// As [`try_wait`](Ticket::try_wait).
     pub fn wait_timeout(self, timeout: Duration) -> Result<R, Refused<Self>> {
         let deadline = Instant::now().checked_add(timeout);
-        let mut state = self.0.state.lock();
+        let mut state = self.0.item.state.lock();
         let result = loop {
-            if let Some(result) = Item::take(&mut state) {
+            if let Some(result) = state.take() {
                 break result;
             }
             match deadline {
                 Some(deadline) if Instant::now() >= deadline => break Err(Error::new(Kind::NotReady)),
-                Some(deadline) => drop(self.0.changed.wait_until(&mut state, deadline)),
-                None => self.0.changed.wait(&mut state),
+                Some(deadline) => drop(self.0.item.changed.wait_until(&mut state, deadline)),
+                None => self.0.item.changed.wait(&mut state),
             }
         };
         drop(state);
@@ -171,16 +238,16 @@ impl<R> Future for Ticket<R> {
     type Output = Result<R>;
 
     fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Result<R>> {
-        let mut state = self.0.state.lock();
-        match &mut *state {
-            State::Open { waker, .. } | State::Begun { waker } => {
+        let mut state = self.0.item.state.lock();
+        match &mut state.phase {
+            Phase::Open { waker, .. } | Phase::Begun { waker } => {
                 match waker {
                     Some(waker) => waker.clone_from(context.waker()),
                     None => *waker = Some(context.waker().clone()),
                 }
                 Poll::Pending
             }
-            done => Item::take(done).map_or(Poll::Pending, Poll::Ready),
+            Phase::Done(_) | Phase::Taken => state.take().map_or(Poll::Pending, Poll::Ready),
         }
     }
 }
@@ -200,10 +267,10 @@ mod loom_tests {
     #[test]
     fn who_waits_is_told_and_a_cancelled_item_is_not_begun() {
         loom::model(|| {
-            let item = Item::new(0, None);
-            let (ticket, worker) = (Ticket::new(item.clone()), item);
+            let (ticket, worker) = Held::pair(&Spare::new(1), 0, None);
+            let ticket = Ticket::new(ticket);
             let worker = thread::spawn(move || {
-                let begun = worker.begin();
+                let begun = worker.item.begin();
                 worker.finish(if begun { Ok(7) } else { Err(Error::new(Kind::Withdrawn)) });
                 worker.finish(Ok(8));
                 begun
@@ -213,6 +280,23 @@ mod loom_tests {
             let begun = worker.join().unwrap();
             assert!(cancelled != begun);
             assert_eq!(result.ok(), begun.then_some(7));
+        });
+    }
+
+    #[test]
+    fn an_item_is_given_back_once_by_the_last_hand_and_is_a_new_one_then() {
+        loom::model(|| {
+            let spare = Spare::new(2);
+            let (ticket, worker) = Held::pair(&spare, 0, None);
+            let late = worker.item.clone();
+            let worker = thread::spawn(move || worker.finish(Ok(7)));
+            drop(ticket);
+            worker.join().unwrap();
+            assert_eq!(spare.items.lock().len(), 1);
+            let (ticket, _worker) = Held::pair(&spare, 1, None);
+            // Who gives up the earlier one does not meet this.
+            late.finish(0, Ok(9));
+            assert!(Ticket::new(ticket).try_wait().is_err());
         });
     }
 }

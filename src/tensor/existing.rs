@@ -350,6 +350,7 @@ pub(super) struct Keep<O: ?Sized>(#[allow(dead_code)] pub(super) Arc<O>);
 /// The device's side of a tensor again, from a slice that was taken out of one.
 pub(super) fn slice_region<T: Element>(device: &Device, slice: CudaSlice<T>, used_by: &Stream) -> Result<Region> {
     let stream = Stream::of_caller(slice.stream());
+    let _bound = device.context().enter()?;
     let (address, bytes) = (slice_address(device.context(), &slice, &stream)?, slice.num_bytes());
     let owner = Owner::Device { slice: Box::new(slice), stream, shared: false };
     // SAFETY: the slice owns `bytes` bytes at its address.

@@ -4,6 +4,7 @@ mod copying;
 mod device_guard;
 mod dynamic;
 mod existing;
+pub(crate) mod fetch;
 mod give;
 mod hints;
 mod host_guard;

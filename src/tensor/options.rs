@@ -3,16 +3,17 @@
 use std::sync::Arc;
 
 use super::region::{Owner, Region};
-use super::store::{State, Store, pageable_region, pinned_or_pageable, pinned_region};
+use super::store::{State, Store, buffer_region, pageable_region, pinned_or_pageable, pinned_region};
 use super::{TransferTensor, check_elements};
 use crate::device::Device;
 use crate::driver::memory::{Managed, Registered, Registration};
 use crate::element::{Element, bytes_of};
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 use crate::layout::Shape;
 use crate::os::Block;
 use crate::plan::{Access, Backing, Decision, Direction, HostMemory, Request, Strategy, plan};
 use crate::platform::{MemoryFigures, Platform};
+use crate::pool::PinnedBuffer;
 use crate::ranges::RangeSet;
 
 /// How a tensor is to be made; from [`Device::tensor`].
@@ -136,6 +137,30 @@ impl<'d> TensorOptions<'d> {
         };
         let store = Store::new::<T>(self.device.cloned(), bytes, decision, None, state);
         Ok(TransferTensor::new(store, shape))
+    }
+
+    /// A tensor whose elements are a buffer's, valid and all that it has.
+    ///
+    /// # Errors
+    /// As [`zeros`](Self::zeros).
+    pub(super) fn in_buffer<T: Element>(self, buffer: PinnedBuffer, shape: Shape) -> Result<TransferTensor<T>> {
+        check_elements(&shape, buffer.len() / size_of::<T>())?;
+        let mut decision = self.decide(buffer.len(), HostMemory::Any)?;
+        let Some(device) = self.device else {
+            return Err(Error::new(Kind::HostOnly { operation: "a tensor in pinned memory" }));
+        };
+        let (bytes, visible) = (buffer.len(), buffer.device_address().is_some());
+        let region = buffer_region(device, buffer);
+        let state = if decision.strategy == Strategy::Streamed || !visible {
+            on_host_only(region)
+        } else {
+            if decision.backing != Backing::Pinned {
+                decision.reasons.push(format!("the elements are in pinned memory, not in {} memory", decision.backing));
+                decision.backing = Backing::Pinned;
+            }
+            both_sides(region)
+        };
+        Ok(TransferTensor::new(Store::new::<T>(Some(device.clone()), bytes, decision, None, state), shape))
     }
 
     /// Memory that both sides see, of the decided kind; of another kind where that is refused and none was forced.

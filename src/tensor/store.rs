@@ -21,6 +21,7 @@ use crate::element::Element;
 use crate::error::{Error, Kind, Result};
 use crate::plan::{Backing, Decision, Strategy};
 use crate::platform::MemoryModel;
+use crate::pool::PinnedBuffer;
 use crate::ranges::RangeSet;
 use crate::trace;
 
@@ -55,6 +56,7 @@ pub(crate) struct State {
 type AllocDevice = fn(&Device, &Stream, usize) -> Result<(Box<dyn Any + Send>, u64)>;
 
 fn allocate<T: Element>(device: &Device, stream: &Stream, bytes: usize) -> Result<(Box<dyn Any + Send>, u64)> {
+    let _bound = device.context().enter()?;
     let slice = alloc_device::<T>(device.context(), stream, bytes / size_of::<T>())?;
     let address = slice_address(device.context(), &slice, stream)?;
     Ok((Box::new(slice), address))
@@ -395,10 +397,14 @@ pub(crate) fn retry_after_drain<R>(device: &Device, error: Error, again: impl Fn
 pub(crate) fn pinned_region(device: &Device, bytes: usize) -> Result<Region> {
     let allocate = || device.pool().try_acquire(bytes);
     let buffer = allocate().or_else(|error| retry_after_drain(device, error, allocate))?;
-    let (host, address) = (buffer.host(), buffer.device_address());
+    Ok(buffer_region(device, buffer))
+}
+
+pub(super) fn buffer_region(device: &Device, buffer: PinnedBuffer) -> Region {
+    let (host, address, bytes) = (buffer.host(), buffer.device_address(), buffer.len());
     let owner = Owner::Host(Box::new(buffer));
     // SAFETY: the buffer owns `bytes` bytes at both addresses.
-    Ok(unsafe { Region::new(Some(host), address, bytes, Backing::Pinned, Some(device.clone()), owner) })
+    unsafe { Region::new(Some(host), address, bytes, Backing::Pinned, Some(device.clone()), owner) }
 }
 
 /// Pinned memory; pageable where pinning is refused and the pool is not strict.

@@ -36,7 +36,7 @@ pub(crate) fn held<S: EgressSource<Output = Bytes>>(pool: &EgressPool<S>, warm: 
 
 /// What comes out for one source.
 fn out<S: EgressSource>(gpu: &Gpu, source: S) -> Output<S::Output> {
-    let pool = builder(gpu).tickets();
+    let pool = builder(gpu).tickets().unwrap();
     pool.submit(source).map_err(|refused| refused.error).unwrap().wait().unwrap()
 }
 
@@ -70,7 +70,7 @@ fn every_kind_of_source_comes_out_as_it_was() {
 #[test]
 fn what_comes_out_may_be_kept_sent_and_turned_into_others() {
     let gpu = Gpu::any(H200).keeping();
-    let pool: EgressPool<CudaSlice<u8>> = builder(&gpu).tickets();
+    let pool: EgressPool<CudaSlice<u8>> = builder(&gpu).tickets().unwrap();
     let [kept, sent, vec, tensor] = [1, 2, 3, 4].map(|value| pool.submit(slice(&gpu, value)).unwrap().wait().unwrap());
     assert_eq!(pool.stats().kept, 4);
     let length = kept.map(|bytes| bytes.len());
@@ -79,7 +79,7 @@ fn what_comes_out_may_be_kept_sent_and_turned_into_others() {
     drop(pool);
     std::thread::spawn(move || assert_eq!(**sent, [2; LEN])).join().unwrap();
     assert_eq!(vec.into_inner().into_vec().unwrap(), [3; LEN]);
-    let mut tensor = tensor.into_inner().into_tensor();
+    let mut tensor = tensor.into_inner().into_tensor().unwrap();
     tensor.host_mut().unwrap()[0] = 9;
     assert_eq!(gpu.stream.clone_dtoh(&tensor.device(&gpu.stream).unwrap()).unwrap()[..2], [9, 4]);
     drop(tensor);
@@ -93,8 +93,8 @@ fn on_unified_memory_the_output_is_the_tensors_own_memory() {
         let Some(gpu) = Gpu::simulated(profile).map(Gpu::keeping) else { return };
         let sim = gpu.sim.as_ref().unwrap();
         let kernels = gpu.kernels();
-        let tensors: EgressPool<TransferTensor<u8>> = builder(&gpu).tickets();
-        let slices: EgressPool<CudaSlice<u8>> = builder(&gpu).tickets();
+        let tensors: EgressPool<TransferTensor<u8>> = builder(&gpu).tickets().unwrap();
+        let slices: EgressPool<CudaSlice<u8>> = builder(&gpu).tickets().unwrap();
         let strategy = if profile == SPARK { Strategy::ZeroCopy } else { Strategy::Streamed };
         let mut tensor = gpu.device.tensor().strategy(strategy).zeros::<u8>([LEN]).unwrap();
         kernels.fill(&gpu.stream, &mut tensor.device_mut(&gpu.stream).unwrap(), 5);
@@ -153,7 +153,7 @@ fn outputs_come_in_the_order_that_was_asked_for() {
 #[test]
 fn without_room_it_refuses_waits_or_blocks_and_gives_the_source_back() {
     let gpu = Gpu::any(H200).keeping();
-    let pool: EgressPool<CudaSlice<u8>> = builder(&gpu).capacity(2).budget(2 * LEN as u64 + 10).tickets();
+    let pool: EgressPool<CudaSlice<u8>> = builder(&gpu).capacity(2).budget(2 * LEN as u64 + 10).tickets().unwrap();
     let large = gpu.stream.alloc_zeros::<u8>(2 * LEN + 11).unwrap();
     let refused = pool.submit(large).unwrap_err();
     assert!(refused.error.is_invalid_input() && refused.value.is_some_and(|slice| slice.len() == 2 * LEN + 11));
@@ -173,7 +173,7 @@ fn without_room_it_refuses_waits_or_blocks_and_gives_the_source_back() {
     // Bytes count as well as items.
     drop(pool);
     let pool: EgressPool<CudaSlice<u8>> =
-        builder(&gpu).budget(2 * LEN as u64 - 1).when_full(WhenFull::Refuse).tickets();
+        builder(&gpu).budget(2 * LEN as u64 - 1).when_full(WhenFull::Refuse).tickets().unwrap();
     let first = pool.submit(slice(&gpu, 1)).unwrap();
     let refused = pool.submit(slice(&gpu, 2)).unwrap_err();
     assert!(refused.error.is_full(), "{}", refused.error);
@@ -370,10 +370,11 @@ fn workers_are_named_and_told_their_numbers() {
     let pool: EgressPool<CudaSlice<u8>, u8> =
         builder(&gpu).workers(2).name("out").on_start(start).consumer(|out: Output<Bytes>| out[0]).unwrap();
     assert_eq!(pool.submit(slice(&gpu, 3)).unwrap().wait().unwrap(), 3);
-    until(|| seen.lock().unwrap().len() == 2);
+    // One more than consumers, so that somebody always brings copies in.
+    until(|| seen.lock().unwrap().len() == 3);
     drop(pool);
     let mut seen = std::mem::take(&mut *seen.lock().unwrap());
     seen.sort();
-    assert_eq!(seen, ["0 out-0", "1 out-1"]);
+    assert_eq!(seen, ["0 out-0", "1 out-1", "2 out-2"]);
     gpu.finish();
 }

@@ -34,7 +34,7 @@ impl Drop for Bomb {
 fn a_tag_that_panics_when_its_copy_fails_holds_nobody_up() {
     let Some(gpu) = Gpu::simulated(H200).map(Gpu::keeping) else { return };
     let sim = gpu.sim.as_ref().unwrap();
-    let pool: EgressPool<Tagged<TransferTensor<u8>, Bomb>> = EgressPool::builder(&gpu.device).tickets();
+    let pool: EgressPool<Tagged<TransferTensor<u8>, Bomb>> = EgressPool::builder(&gpu.device).tickets().unwrap();
     let kernels = gpu.kernels();
     let warm = pool.submit(Tagged::new(gpu.on_device(&[0; LEN]), Bomb(false))).unwrap().wait().unwrap();
     drop(warm);
@@ -192,7 +192,7 @@ fn an_item_whose_guard_was_forgotten_is_waited_for() {
     for (profile, strategy) in [(SPARK, Strategy::ZeroCopy), (H200, Strategy::Streamed)] {
         let Some(gpu) = Gpu::simulated(profile).map(Gpu::keeping) else { return };
         let kernels = gpu.kernels();
-        let pool: EgressPool<TransferTensor<u8>> = EgressPool::builder(&gpu.device).tickets();
+        let pool: EgressPool<TransferTensor<u8>> = EgressPool::builder(&gpu.device).tickets().unwrap();
         let mut tensor = gpu.device.tensor().strategy(strategy).zeros::<u8>([LEN]).unwrap();
         drop(tensor.host_mut().unwrap());
         drop(tensor.device(&gpu.stream).unwrap());
@@ -208,7 +208,7 @@ fn an_item_whose_guard_was_forgotten_is_waited_for() {
         let out = refused.value.wait().unwrap();
         assert!(out.iter().all(|&byte| byte == 7), "{profile}");
         // A reader that still runs is waited for before anybody writes.
-        let mut tensor = out.into_inner().into_tensor();
+        let mut tensor = out.into_inner().into_tensor().unwrap();
         tensor.host_mut().unwrap()[0] = 1;
         assert_eq!(tensor.host().unwrap()[..2], [1, 7]);
         drop((tensor, pool, kernels));
@@ -221,9 +221,9 @@ fn an_item_whose_guard_was_forgotten_is_waited_for() {
 fn what_was_begun_comes_back_whole() {
     let (Some(gpu), Some(other)) = (Gpu::simulated(H200), Gpu::simulated(H200)) else { return };
     let kernels = gpu.kernels();
-    let pool: EgressPool<Vec<CudaSlice<u8>>> = EgressPool::builder(&gpu.device).tickets();
+    let pool: EgressPool<Vec<CudaSlice<u8>>> = EgressPool::builder(&gpu.device).tickets().unwrap();
     let pairs: EgressPool<(TransferTensor<u8>, (Vec<CudaSlice<u8>>, CudaSlice<u8>))> =
-        EgressPool::builder(&gpu.device).tickets();
+        EgressPool::builder(&gpu.device).tickets().unwrap();
     let (one, two, three, bad) = (slice(&gpu, 1), slice(&gpu, 2), slice(&gpu, 3), slice(&other, 9));
     let mut tensor = gpu.on_device(&[0; LEN]);
     gpu.context.synchronize().unwrap();
@@ -257,7 +257,7 @@ fn what_was_begun_comes_back_whole() {
 fn without_host_memory_the_source_comes_back() {
     let gpu = Gpu::any(H200).keeping();
     let device = crate::pool::with_pool(&gpu, transfer_tensor::PoolOptions::new().budget(2 << 20).strict(true));
-    let pool: EgressPool<CudaSlice<u8>> = EgressPool::builder(&device).budget(u64::MAX).tickets();
+    let pool: EgressPool<CudaSlice<u8>> = EgressPool::builder(&device).budget(u64::MAX).tickets().unwrap();
     let large = gpu.stream.clone_htod(&vec![3u8; 3 << 20]).unwrap();
     let refused = pool.submit(large).unwrap_err();
     let back = refused.value.unwrap();
@@ -274,15 +274,20 @@ fn without_host_memory_the_source_comes_back() {
 #[test]
 fn the_largest_and_smallest_limits_are_fine() {
     let gpu = Gpu::any(H200).keeping();
-    let pool: EgressPool<CudaSlice<u8>> =
-        EgressPool::builder(&gpu.device).capacity(0).budget(0).when_full(WhenFull::Wait(Duration::MAX)).tickets();
+    let pool: EgressPool<CudaSlice<u8>> = EgressPool::builder(&gpu.device)
+        .capacity(0)
+        .budget(0)
+        .when_full(WhenFull::Wait(Duration::MAX))
+        .tickets()
+        .unwrap();
     assert!(pool.submit(slice(&gpu, 1)).unwrap_err().error.is_invalid_input());
     drop(pool);
     let pool: EgressPool<CudaSlice<u8>> = EgressPool::builder(&gpu.device)
         .capacity(usize::MAX)
         .budget(u64::MAX)
         .when_full(WhenFull::Wait(Duration::MAX))
-        .tickets();
+        .tickets()
+        .unwrap();
     let ticket = pool.submit(slice(&gpu, 1)).unwrap();
     let out = ticket.wait_timeout(Duration::MAX).unwrap();
     pool.drain(Duration::MAX).unwrap();
@@ -305,7 +310,7 @@ fn with_a_worker_the_order_is_kept() {
 fn a_kept_output_keeps_no_device_memory() {
     let Some(gpu) = Gpu::simulated(H200).map(Gpu::keeping) else { return };
     let sim = gpu.sim.as_ref().unwrap();
-    let pool: EgressPool<CudaSlice<u8>> = EgressPool::builder(&gpu.device).tickets();
+    let pool: EgressPool<CudaSlice<u8>> = EgressPool::builder(&gpu.device).tickets().unwrap();
     let frees = || sim.count("cuMemFreeAsync") + sim.count("cuMemFree");
     let source = slice(&gpu, 1);
     let before = frees();
@@ -319,7 +324,7 @@ fn a_kept_output_keeps_no_device_memory() {
 #[test]
 fn a_vec_comes_back_through_the_pool() {
     let gpu = Gpu::any(H200).keeping();
-    let pool: EgressPool<TransferTensor<u8>> = EgressPool::builder(&gpu.device).tickets();
+    let pool: EgressPool<TransferTensor<u8>> = EgressPool::builder(&gpu.device).tickets().unwrap();
     let values = pattern(LEN, 3);
     let (address, copy) = (values.as_ptr(), values.clone());
     let tensor = gpu.device.tensor().strategy(Strategy::Streamed).from_vec(values, [LEN]).unwrap();
@@ -336,7 +341,7 @@ fn a_vec_comes_back_through_the_pool() {
 #[test]
 fn who_sleeps_for_room_is_woken() {
     let gpu = Gpu::any(H200).keeping();
-    let pool: EgressPool<CudaSlice<u8>> = EgressPool::builder(&gpu.device).capacity(1).tickets();
+    let pool: EgressPool<CudaSlice<u8>> = EgressPool::builder(&gpu.device).capacity(1).tickets().unwrap();
     let kept = pool.submit(slice(&gpu, 1)).unwrap().wait().unwrap();
     let spare = slice(&gpu, 2);
     pool.drain(LIMIT).unwrap();

@@ -22,7 +22,7 @@ type Bytes = HostTensor<u8>;
 #[test]
 fn outputs_end_when_all_that_was_sent_is_delivered() {
     let gpu = Gpu::any(H200).keeping();
-    let pool: EgressPool<CudaSlice<u8>> = builder(&gpu).tickets();
+    let pool: EgressPool<CudaSlice<u8>> = builder(&gpu).tickets().unwrap();
     held(&pool, || slice(&gpu, 0));
     let (sender, mut outputs) = pool.channel(Order::Completion);
     let source = slice(&gpu, 1);
@@ -52,7 +52,7 @@ fn a_shutdown_ends_in_time_and_says_what_became_of_the_items() {
     drop(pool);
     assert_eq!(tickets.into_iter().map(|ticket| ticket.wait().unwrap()).collect::<Vec<_>>(), [0, 1, 2, 3, 4]);
 
-    let pool: EgressPool<CudaSlice<u8>> = builder(&gpu).tickets();
+    let pool: EgressPool<CudaSlice<u8>> = builder(&gpu).tickets().unwrap();
     held(&pool, || slice(&gpu, 0));
     let (sender, mut outputs) = pool.channel(Order::Submission);
     let (first, second) = (slice(&gpu, 1), slice(&gpu, 2));
@@ -116,7 +116,7 @@ fn dropping_a_pool_loses_nothing() {
 fn a_fault_is_every_items_error() {
     let Some(gpu) = Gpu::simulated(H200).map(Gpu::keeping) else { return };
     let sim = gpu.sim.as_ref().unwrap();
-    let pool: EgressPool<TransferTensor<u8>> = builder(&gpu).tickets();
+    let pool: EgressPool<TransferTensor<u8>> = builder(&gpu).tickets().unwrap();
     held(&pool, || gpu.on_device(&[0; LEN]));
     let kernels = gpu.kernels();
     let tensors: Vec<_> = (0..4).map(|_| gpu.on_device(&[0; LEN])).collect();
@@ -260,7 +260,7 @@ fn nothing_is_lost() {
 #[test]
 fn a_consumer_that_drains_another_pool_waits_for_all_of_it() {
     let Some(gpu) = Gpu::simulated(H200).map(Gpu::keeping) else { return };
-    let other: Arc<EgressPool<CudaSlice<u8>>> = Arc::new(EgressPool::builder(&gpu.device).tickets());
+    let other: Arc<EgressPool<CudaSlice<u8>>> = Arc::new(EgressPool::builder(&gpu.device).tickets().unwrap());
     drop(other.submit(slice(&gpu, 0)).unwrap().wait().unwrap());
     let drained = other.clone();
     let (go, wait) = std::sync::mpsc::channel();
@@ -324,7 +324,7 @@ fn a_pool_may_be_dropped_with_a_tag_whose_copy_failed() {
     #[allow(dead_code)]
     struct Own(Mutex<Option<Arc<EgressPool<Tagged<TransferTensor<u8>, Arc<Own>>>>>>);
     let pool: Arc<EgressPool<Tagged<TransferTensor<u8>, Arc<Own>>>> =
-        Arc::new(EgressPool::builder(&gpu.device).tickets());
+        Arc::new(EgressPool::builder(&gpu.device).tickets().unwrap());
     let kernels = gpu.kernels();
     drop(pool.submit(Tagged::new(gpu.on_device(&[0; LEN]), Arc::new(Own(Mutex::new(None))))).unwrap().wait().unwrap());
     let mut tensor = gpu.on_device(&[0; LEN]);
@@ -456,7 +456,7 @@ fn a_shutdown_from_a_consumer_does_not_abandon_its_own_item() {
 #[test]
 fn senders_and_outputs_may_outlive_the_pool() {
     let gpu = Gpu::any(H200).keeping();
-    let pool: EgressPool<CudaSlice<u8>> = EgressPool::builder(&gpu.device).capacity(1).tickets();
+    let pool: EgressPool<CudaSlice<u8>> = EgressPool::builder(&gpu.device).capacity(1).tickets().unwrap();
     let (sender, mut outputs) = pool.channel(transfer_tensor::Order::Submission);
     let (lost, dropped) = pool.channel(transfer_tensor::Order::Completion);
     drop(dropped);
