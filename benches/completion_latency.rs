@@ -150,6 +150,25 @@ fn waits(bench: &Bench, rounds: usize, rows: &mut Vec<Row>) -> Result<f64, Failu
     let base = wait("raw: copy, event, asking", sys::CUevent_flags::CU_EVENT_DEFAULT, false, None);
     wait("raw: copy, event, cuEventSynchronize", sys::CUevent_flags::CU_EVENT_DEFAULT, true, Some(base));
     wait("raw: copy, blocking event", sys::CUevent_flags::CU_EVENT_BLOCKING_SYNC, true, Some(base));
+    let second = bench.stream.context().new_stream()?;
+    let (mut before, mut behind) = (std::ptr::null_mut(), std::ptr::null_mut());
+    for event in [&mut before, &mut behind] {
+        // SAFETY: as in `calls`.
+        unsafe { check(sys::cuEventCreate(event, sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32)) };
+    }
+    let seconds = each(rounds, || {
+        let start = Instant::now();
+        // SAFETY: as in `calls`.
+        unsafe {
+            check(sys::cuEventRecord(before, stream));
+            check(sys::cuStreamWaitEvent(second.cu_stream(), before, 0));
+            check(sys::cuMemcpyDtoHAsync_v2(raw.host, raw.device, BYTES, second.cu_stream()));
+            check(sys::cuEventRecord(behind, second.cu_stream()));
+            while sys::cuEventQuery(behind) == sys::CUresult::CUDA_ERROR_NOT_READY {}
+        }
+        start.elapsed().as_secs_f64()
+    });
+    add(bench, rows, "raw: on a second stream, asking", seconds, Some(base));
     let mut tensor = Some(bench.device.tensor().zeros::<u8>([BYTES])?);
     for (case, awaited) in [("tensor: to_host().wait()", false), ("tensor: to_host().await", true)] {
         let mut failed = None;

@@ -1,7 +1,7 @@
 //! What flies on one stream, and the marks behind it: a mark that has passed says that all before it has. No CUDA here: loom explores it.
 //!
-//! A mark (a recorded event) costs about as much as a small copy. So whoever pushes makes one only where none is under way, or where
-//! enough bytes lie behind the last one; what flies behind that is marked together, by who asks, once the last mark has passed.
+//! A mark (a recorded event) costs the driver's time. So whoever pushes makes one only where none is under way and nobody just asks, or
+//! where enough bytes lie behind the last one; what flies behind that is marked together, by who asks, once the last mark has passed.
 //!
 //! Invariants: a mark covers those that were pushed before it was made, and nothing else; each is landed exactly once, in the order
 //! of pushing, and not before a mark that covers it has passed.
@@ -57,12 +57,12 @@ impl<F, M> Flights<F, M> {
         Self { state: Mutex::new(State { flying, first: 0, marks, unmarked: 0, asked: false }) }
     }
 
-    /// What has just been submitted. Whether the caller is to make a mark, and what that is for.
-    pub(crate) fn push(&self, flight: F, bytes: usize) -> Option<Span> {
+    /// What has just been submitted; `asked_for`, if somebody is just going to ask. Whether the caller is to make a mark, and what that is for.
+    pub(crate) fn push(&self, flight: F, bytes: usize, asked_for: bool) -> Option<Span> {
         let mut state = self.state.lock();
         state.flying.push_back(flight);
         state.unmarked = state.unmarked.saturating_add(bytes);
-        let idle = state.marks.is_empty() && !state.asked;
+        let idle = state.marks.is_empty() && !state.asked && !asked_for;
         (idle || state.unmarked >= WORTH_A_MARK).then(|| state.span())
     }
 
@@ -137,7 +137,7 @@ mod tests {
             for (step, bytes) in steps {
                 match step {
                     0 => {
-                        owed.extend(flights.push(given, bytes));
+                        owed.extend(flights.push(given, bytes, bytes % 2 == 0));
                         given += 1;
                     }
                     1 => if let Some(span) = owed.pop() {
@@ -169,15 +169,15 @@ mod tests {
     #[test]
     fn a_mark_is_made_where_it_pays() {
         let flights = Flights::<u8, ()>::new();
-        assert_eq!(flights.push(0, 10), Some(Span { below: 1, bytes: 10 }));
+        assert_eq!(flights.push(0, 10, false), Some(Span { below: 1, bytes: 10 }));
         flights.mark(Span { below: 1, bytes: 10 }, ());
-        assert_eq!(flights.push(1, 20), None);
-        assert_eq!(flights.push(2, 30), None);
-        assert_eq!(flights.push(3, WORTH_A_MARK), Some(Span { below: 4, bytes: WORTH_A_MARK + 50 }));
+        assert_eq!(flights.push(1, 20, false), None);
+        assert_eq!(flights.push(2, 30, false), None);
+        assert_eq!(flights.push(3, WORTH_A_MARK, true), Some(Span { below: 4, bytes: WORTH_A_MARK + 50 }));
         let mut landed = Vec::new();
         let Next::Mark(span, ()) = flights.next() else { panic!("no mark") };
         // In hand, it counts as under way.
-        assert_eq!(flights.push(4, 5), None);
+        assert_eq!(flights.push(4, 5, false), None);
         flights.land(span, &mut landed);
         assert_eq!(landed, [0]);
         assert!(matches!(flights.next(), Next::Unmarked(Span { below: 5, bytes: 5 })));
@@ -205,7 +205,7 @@ mod loom_tests {
                     let (flights, stream) = (flights.clone(), stream.clone());
                     thread::spawn(move || {
                         let number = stream.fetch_add(1, Ordering::SeqCst);
-                        if let Some(span) = flights.push(number, 1) {
+                        if let Some(span) = flights.push(number, 1, false) {
                             flights.mark(span, stream.load(Ordering::SeqCst));
                         }
                     })

@@ -108,10 +108,19 @@ impl<F> Lane<F> {
         Self { flights: Flights::new(), stream: OnceLock::new() }
     }
 
-    /// The copies of `flight` have been submitted to `stream`, always the same one.
-    pub(crate) fn push(&self, context: &Arc<Context>, stream: &Stream, flight: F, bytes: usize, gbs: f64) {
+    /// The copies of `flight` have been submitted to `stream`, always the same one. If it is `asked_for` at once, who asks makes the mark
+    /// of a small one.
+    pub(crate) fn push(
+        &self,
+        context: &Arc<Context>,
+        stream: &Stream,
+        flight: F,
+        bytes: usize,
+        gbs: f64,
+        asked_for: bool,
+    ) {
         self.stream.get_or_init(|| stream.clone());
-        if let Some(span) = self.flights.push(flight, bytes)
+        if let Some(span) = self.flights.push(flight, bytes, asked_for)
             // Who asks makes one where this fails.
             && let Ok(event) = context.to_submit().and_then(|_bound| Event::record(context, stream))
         {

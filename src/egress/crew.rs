@@ -12,15 +12,24 @@
 use std::time::Duration;
 
 use crate::order::{Order, Sorter};
-use crate::sync::{Condvar, Mutex};
+use crate::sync::{AtomicU64, Condvar, Mutex, Ordering};
 
 #[derive(Debug)]
 pub(super) struct Crew<I> {
     state: Mutex<State<I>>,
+    /// Items that are being submitted or under way.
+    flying: AtomicU64,
+    /// Goes up with each of those.
+    news: AtomicU64,
+    /// Not 0: nobody leads, or who does rests. Who launches an item looks here after having counted it, and who stops leading looks at
+    /// the count after having said so here: one of them sees the other.
+    quiet: AtomicU64,
+    /// Not 0: nothing will be under way any more.
+    closed: AtomicU64,
     /// For threads that have nothing to do.
     work: Condvar,
     /// For the leader, which rests between two questions.
-    news: Condvar,
+    woken: Condvar,
     /// How many consume at a time.
     most: usize,
     /// Somebody always leads, and does not rest.
@@ -30,10 +39,6 @@ pub(super) struct Crew<I> {
 #[derive(Debug)]
 struct State<I> {
     ready: Sorter<I>,
-    /// Under way. The leader may find an item before it was counted.
-    flying: isize,
-    /// Goes up with each that is under way.
-    news: u64,
     threads: usize,
     consuming: usize,
     leading: bool,
@@ -41,7 +46,6 @@ struct State<I> {
     /// Threads asleep that nobody has woken, and those that were woken and sleep yet.
     asleep: usize,
     woken: usize,
-    closed: bool,
 }
 
 /// What a thread is to do.
@@ -66,17 +70,24 @@ impl<I> Crew<I> {
     pub(super) fn new(order: Order, most: usize, awake: bool) -> Self {
         let state = State {
             ready: Sorter::new(order),
-            flying: 0,
-            news: 0,
             threads: 0,
             consuming: 0,
             leading: false,
             resting: false,
             asleep: 0,
             woken: 0,
-            closed: false,
         };
-        Self { state: Mutex::new(state), work: Condvar::new(), news: Condvar::new(), most: most.max(1), awake }
+        Self {
+            state: Mutex::new(state),
+            flying: AtomicU64::new(0),
+            news: AtomicU64::new(0),
+            quiet: AtomicU64::new(1),
+            closed: AtomicU64::new(0),
+            work: Condvar::new(),
+            woken: Condvar::new(),
+            most: most.max(1),
+            awake,
+        }
     }
 
     /// Blocks for something to do.
@@ -87,7 +98,8 @@ impl<I> Crew<I> {
             Done::Consumed => state.consuming -= 1,
             Done::Led(found) => {
                 state.leading = false;
-                state.flying -= found.len() as isize;
+                self.quiet.store(1, Ordering::SeqCst);
+                self.flying.fetch_sub(found.len() as u64, Ordering::SeqCst);
                 for (number, item) in found.drain(..) {
                     state.ready.put(number, item);
                 }
@@ -101,11 +113,12 @@ impl<I> Crew<I> {
                 self.hand_on(&mut state);
                 return Task::Consume(item);
             }
-            if !state.leading && (state.flying > 0 || self.awake && !state.closed) {
+            if !state.leading && self.to_lead() {
                 state.leading = true;
+                self.quiet.store(0, Ordering::SeqCst);
                 return Task::Lead;
             }
-            if state.closed {
+            if self.is_closed() {
                 return Task::End;
             }
             state.asleep += 1;
@@ -116,10 +129,14 @@ impl<I> Crew<I> {
         }
     }
 
+    /// Whether there is something to ask for.
+    fn to_lead(&self) -> bool {
+        self.is_flying() || self.awake && !self.is_closed()
+    }
+
     /// Wakes another thread if there is something to do for it and nobody about to.
     fn hand_on(&self, state: &mut State<I>) {
-        let work =
-            state.consuming < self.most && state.ready.has_next() || !state.leading && (state.flying > 0 || self.awake);
+        let work = state.consuming < self.most && state.ready.has_next() || !state.leading && self.to_lead();
         let about = state.threads - state.asleep - state.consuming - usize::from(state.leading);
         if work && about == 0 && state.asleep > 0 {
             state.asleep -= 1;
@@ -128,52 +145,157 @@ impl<I> Crew<I> {
         }
     }
 
-    /// An item is under way: asking for it will find it.
-    pub(super) fn launched(&self) {
+    /// An item is about to be submitted, so that who is to ask for it wakes up meanwhile. Whether somebody is awake.
+    pub(super) fn launch(&self) -> bool {
+        self.flying.fetch_add(1, Ordering::SeqCst);
+        self.news.fetch_add(1, Ordering::SeqCst);
+        if self.quiet.load(Ordering::SeqCst) == 0 {
+            return true;
+        }
         let mut state = self.state.lock();
-        state.flying += 1;
-        state.news += 1;
         if state.resting {
             state.resting = false;
-            self.news.notify_one();
+            self.woken.notify_one();
         }
         self.hand_on(&mut state);
+        false
     }
 
-    /// An item that was not under way here has come.
+    /// An item that was to be submitted was not, or not to be asked for.
+    pub(super) fn withdraw(&self) {
+        self.flying.fetch_sub(1, Ordering::SeqCst);
+    }
+
+    /// An item that was not asked for has come.
     pub(super) fn arrived(&self, number: u64, item: I) {
         let mut state = self.state.lock();
         state.ready.put(number, item);
         self.hand_on(&mut state);
     }
 
+    /// Whether anything is being submitted or under way.
+    pub(super) fn is_flying(&self) -> bool {
+        self.flying.load(Ordering::SeqCst) > 0
+    }
+
     /// For the leader, before it asks.
     pub(super) fn news(&self) -> u64 {
-        self.state.lock().news
+        self.news.load(Ordering::SeqCst)
     }
 
     /// For the leader: sleeps for `pause` at most, and not at all if there is news since `seen`.
     pub(super) fn rest(&self, seen: u64, pause: Duration) {
         let mut state = self.state.lock();
-        if state.news == seen && !state.closed {
+        self.quiet.store(1, Ordering::SeqCst);
+        if self.news() == seen && !self.is_closed() {
             state.resting = true;
-            self.news.wait_for(&mut state, pause);
+            self.woken.wait_for(&mut state, pause);
             state.resting = false;
         }
+        self.quiet.store(0, Ordering::SeqCst);
+    }
+
+    pub(super) fn is_closed(&self) -> bool {
+        self.closed.load(Ordering::SeqCst) != 0
     }
 
     /// Nothing more will be under way.
     pub(super) fn close(&self) {
         let mut state = self.state.lock();
-        state.closed = true;
+        self.closed.store(1, Ordering::SeqCst);
         state.woken += std::mem::take(&mut state.asleep);
         drop(state);
         self.work.notify_all();
-        self.news.notify_all();
+        self.woken.notify_all();
     }
 
     /// How many have come and were not handed out.
     pub(super) fn len(&self) -> usize {
         self.state.lock().ready.len()
+    }
+}
+
+#[cfg(all(test, transfer_tensor_loom))]
+mod loom_tests {
+    use loom::sync::Arc;
+    use loom::thread;
+
+    use super::*;
+
+    /// What flies: pushed by who submits, taken by who leads.
+    type Sky = Arc<Mutex<Vec<(u64, u64)>>>;
+
+    fn model(check: impl Fn() + Send + Sync + 'static) {
+        let mut model = loom::model::Builder::new();
+        model.preemption_bound = Some(2);
+        model.check(check);
+    }
+
+    /// As a pool's thread does it; what it consumed.
+    fn work(crew: &Crew<u64>, sky: &Sky) -> Vec<u64> {
+        let (mut consumed, mut found) = (Vec::new(), Vec::new());
+        let mut task = crew.next(Done::Nothing);
+        loop {
+            task = match task {
+                Task::Consume(item) => {
+                    consumed.push(item);
+                    crew.next(Done::Consumed)
+                }
+                Task::Lead => {
+                    while found.is_empty() && crew.is_flying() {
+                        let seen = crew.news();
+                        found.append(&mut sky.lock());
+                        if found.is_empty() {
+                            crew.rest(seen, Duration::ZERO);
+                        }
+                    }
+                    crew.next(Done::Led(&mut found))
+                }
+                Task::End => return consumed,
+            };
+        }
+    }
+
+    fn submit(crew: &Crew<u64>, sky: &Sky, number: u64) {
+        crew.launch();
+        sky.lock().push((number, number));
+    }
+
+    #[test]
+    fn each_item_is_consumed_once_and_then_there_is_an_end() {
+        for order in [Order::Completion, Order::Submission] {
+            model(move || {
+                let (crew, sky) = (Arc::new(Crew::new(order, 1, false)), Sky::default());
+                let threads: Vec<_> = (0..2)
+                    .map(|_| {
+                        let (crew, sky) = (crew.clone(), sky.clone());
+                        thread::spawn(move || work(&crew, &sky))
+                    })
+                    .collect();
+                submit(&crew, &sky, 1);
+                crew.arrived(0, 0);
+                // As a pool does, which waits until all is delivered.
+                while crew.is_flying() || crew.len() > 0 {
+                    thread::yield_now();
+                }
+                crew.close();
+                let mut all: Vec<u64> = threads.into_iter().flat_map(|thread| thread.join().unwrap()).collect();
+                all.sort_unstable();
+                assert_eq!(all, [0, 1]);
+            });
+        }
+    }
+
+    #[test]
+    fn what_was_withdrawn_keeps_nobody() {
+        model(|| {
+            let (crew, sky) = (Arc::new(Crew::new(Order::Completion, 1, false)), Sky::default());
+            let (other, others) = (crew.clone(), sky.clone());
+            let thread = thread::spawn(move || work(&other, &others));
+            crew.launch();
+            crew.withdraw();
+            crew.close();
+            assert!(thread.join().unwrap().is_empty());
+        });
     }
 }

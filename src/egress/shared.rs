@@ -140,12 +140,14 @@ impl<S: EgressSource, R: Send + 'static> Shared<S, R> {
         // From here on it is open, and must be delivered or given up.
         let permit = Permit::new(self.gate.clone(), bytes);
         let start = Instant::now();
+        let asked_for = self.crew.launch();
         let mut way = Way::new(&self.device, &self.lanes);
         // What it can not give back is dropped there, and a tag is the caller's own.
         let begun = quietly(|| source.begin(&mut way));
         let begun = match begun.unwrap_or_else(|error| Err(Refused { error, value: None })) {
             Ok(begun) => begun,
             Err(refused) => {
+                self.crew.withdraw();
                 drop(permit);
                 self.gate.delivered();
                 return Err(refused);
@@ -172,10 +174,17 @@ impl<S: EgressSource, R: Send + 'static> Shared<S, R> {
         match way.ahead() {
             Ahead::Lane(lane, stream) => {
                 let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
-                self.flights[lane].push(self.device.context(), &stream, flight, bytes, self.device.most_gbs());
-                self.crew.launched();
+                self.flights[lane].push(
+                    self.device.context(),
+                    &stream,
+                    flight,
+                    bytes,
+                    self.device.most_gbs(),
+                    asked_for,
+                );
             }
             Ahead::All(pending) => {
+                self.crew.withdraw();
                 let shared = self.clone();
                 let then = Box::new(move |passed: Result<()>| {
                     let (number, arrived) = shared.landed(flight, passed.map(|()| Passed::seen()));
@@ -225,11 +234,14 @@ impl<S: EgressSource, R: Send + 'static> Shared<S, R> {
                     idle = false;
                 }
             }
-            if !found.is_empty() || idle {
-                if self.awake && found.is_empty() {
-                    breathe();
-                }
+            if !found.is_empty() || !self.awake && !self.crew.is_flying() || self.crew.is_closed() {
                 return;
+            }
+            if idle && self.awake {
+                while !self.crew.is_flying() && !self.crew.is_closed() {
+                    std::hint::spin_loop();
+                }
+                continue;
             }
             let now = Instant::now();
             if last.replace(news) != Some(news) {
