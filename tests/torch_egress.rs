@@ -346,6 +346,33 @@ fn after_a_fault_items_fail_and_loans_end_all_the_same() {
     assert!(memory.iter().all(|memory| memory.released() == 1));
 }
 
+#[test]
+fn calls_leave_the_current_context_as_it_was() {
+    let current = || {
+        let mut context = null_mut();
+        // SAFETY: it is valid.
+        unsafe { sys::cuCtxGetCurrent(&raw mut context) }.result().unwrap();
+        context
+    };
+    let machine = Machine::new(|_| ());
+    let memory = machine.memory(1);
+    let ordinal = machine.sim.ordinal() as u32;
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let options = TtOptions { device: ordinal, capacity: 1, ..TtOptions::default() };
+            let mut pool = 0;
+            // SAFETY: both are valid.
+            assert_eq!(unsafe { tt_egress_create(&raw const options, &raw mut pool) }, 0);
+            assert!(current().is_null());
+            assert_eq!((tt_egress_destroy(pool, HANG), current().is_null()), (0, true));
+            assert_eq!((machine.submit(&memory, 1), current().is_null()), (0, true));
+            let output = machine.next(HANG).unwrap();
+            assert_eq!((tt_egress_release(output.output), current().is_null()), (0, true));
+        });
+    });
+    machine.finish(vec![memory]);
+}
+
 /// Several wait at once: each item is given to one of them, and a time-out ends all the others.
 #[test]
 fn several_consumers_share_the_items() {

@@ -1,13 +1,14 @@
-//! A C interface over [`EgressPool`](transfer_tensor::EgressPool): a process that is not Rust, PyTorch say, hands over memory of the
-//! device and gets it on the host. `transfer_tensor.h` is the same for C, and says what each function does.
+//! A C interface over [`EgressPool`](transfer_tensor::EgressPool): a process that is not Rust, PyTorch say, hands over
+//! memory of the device and gets it on the host. `transfer_tensor.h` is the same for C, and says what each function
+//! does.
 //!
 //! ```text
-//! submit (pointer, stream) ─► our stream waits for theirs ─► EgressPool ─► queue ─► next ─► the caller's consumer ─► release
-//!                                                              └► copy has passed ─► the caller's release callback
+//! submit ─► our stream waits for theirs ─► EgressPool ─► queue ─► next ─► consumer ─► release
+//!                                              └► copy has passed ─► the caller's callback
 //! ```
 //!
-//! Pools and outputs are known by numbers that are never used twice, so that one that is gone, or never was, is an error and
-//! not a crash. No panic leaves a function; each ends as a code, with a text in [`tt_egress_last_error`].
+//! Pools and outputs are known by numbers that are never used twice, so that one that is gone, or never was, is an
+//! error and not a crash. No panic leaves a function; each ends as a code, with a text in [`tt_egress_last_error`].
 
 mod calls;
 mod code;
@@ -31,6 +32,7 @@ use calls::{address, guarded, timeout};
 use code::Failure;
 use loan::Release;
 use pool::{Landed, Next, Pool};
+use producer::Before;
 use table::Table;
 
 static POOLS: LazyLock<Table<Arc<Pool>>> = LazyLock::new(Table::new);
@@ -46,8 +48,8 @@ pub extern "C" fn tt_egress_abi() -> u32 {
     TT_EGRESS_ABI
 }
 
-/// What went wrong in this thread's last call that returned an error, or in the item that its last `next` gave: a text that ends with 0
-/// and stays until this thread's next call. Empty, if nothing has.
+/// What went wrong in this thread's last call that returned an error, or in the item that its last `next` gave: a text
+/// that ends with 0 and stays until this thread's next call. Empty, if nothing has.
 #[unsafe(no_mangle)]
 pub extern "C" fn tt_egress_last_error() -> *const c_char {
     calls::last_error()
@@ -70,12 +72,12 @@ pub unsafe extern "C" fn tt_egress_create(options: *const TtOptions, pool: *mut 
     })
 }
 
-/// Hands `bytes` bytes of the device at `data` to the pool, which copies them after all that `stream` was given before. `release` is called
-/// with `user` once, when the copy has passed; never, if this returns an error.
+/// Hands `bytes` bytes of the device at `data` to the pool, which copies them after all that `stream` was given before.
+/// `release` is called with `user` once, when the copy has passed; never, if this returns an error.
 ///
 /// # Safety
-/// Until `release` is called, or this returns an error, `data` stays valid and is written by nobody whom `stream` does not order before
-/// this. `stream` is 0, 1, 2 or a stream that is alive. `release` may be called on any thread.
+/// Until `release` is called, or this returns an error, `data` stays valid and is written by nobody whom `stream` does
+/// not order before this. `stream` is 0, 1, 2 or a stream that is alive. `release` may be called on any thread.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn tt_egress_submit(
     pool: u64,
@@ -135,8 +137,8 @@ pub extern "C" fn tt_egress_drain(pool: u64, timeout_ms: u32) -> i32 {
     guarded(|| self::pool(pool)?.drain(timeout(timeout_ms)))
 }
 
-/// Takes nothing any more, and waits for what is open. What is not there in time ends with [`Code::Closed`]; then this returns
-/// [`Code::Timeout`]. `report` may be null.
+/// Takes nothing any more, and waits for what is open. What is not there in time ends with [`Code::Closed`]; then this
+/// returns [`Code::Timeout`]. `report` may be null.
 ///
 /// # Safety
 /// `report` is null or valid.
@@ -171,12 +173,13 @@ pub unsafe extern "C" fn tt_egress_stats(pool: u64, stats: *mut TtStats) -> i32 
     })
 }
 
-/// Shuts the pool down, waits until the device is done with all that it was lent, and forgets the pool. If that is not in time it returns
-/// [`Code::Timeout`], and may be called again.
+/// Shuts the pool down, waits until the device is done with all that it was lent, and forgets the pool. If that is not
+/// in time it returns [`Code::Timeout`], and may be called again.
 #[unsafe(no_mangle)]
 pub extern "C" fn tt_egress_destroy(pool: u64, timeout_ms: u32) -> i32 {
     guarded(|| {
         self::pool(pool)?.end(timeout(timeout_ms))?;
+        let _before = Before::now();
         // Whoever comes second finds nothing; who waits in `next` is told the end.
         drop(POOLS.take(pool));
         Ok(())

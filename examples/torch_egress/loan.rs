@@ -1,7 +1,8 @@
-//! Memory that the caller has lent, and his callback that ends that: called once for each submit that was taken, however it ends.
+//! Memory that the caller has lent, and his callback that ends that: called once for each submit that was taken,
+//! however it ends.
 //!
-//! A loan ends when its [`Loan`] is dropped, which the library does when the device is done with the memory. After a fault the library keeps
-//! for ever what the device may have had; [`end_all`](Loans::end_all) is for those.
+//! A loan ends when its [`Loan`] is dropped, which the library does when the device is done with the memory. After a
+//! fault the library keeps for ever what the device may have had; [`end_all`](Loans::end_all) is for those.
 
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -90,8 +91,8 @@ impl Loans {
         self.change(number, |open| open.taken = true);
     }
 
-    /// The submit was refused: the callback is not called. If its copy may have begun, waits until the device is done with the
-    /// memory; whether it is.
+    /// The submit was refused: the callback is not called. If its copy may have begun, waits until the device is done
+    /// with the memory; whether it is.
     pub(crate) fn refused(&self, number: u64, begun: Option<Duration>) -> bool {
         let deadline = begun.and_then(|most| Instant::now().checked_add(most));
         let mut state = self.state.lock();

@@ -15,7 +15,7 @@ use super::BEGUN;
 use super::calls::timeout;
 use super::code::{Code, Failure};
 use super::loan::{Loans, Release};
-use super::producer::Producer;
+use super::producer::{Before, Producer};
 use super::types::{TT_ORDER_COMPLETION, TT_ORDER_SUBMISSION, TtOptions, TtStats};
 
 pub(crate) type Landed = Output<HostTensor<u8>>;
@@ -78,6 +78,7 @@ impl Pool {
                 format!("there is no device {ordinal}: the driver sees {devices}"),
             ));
         }
+        let _before = Before::now();
         // The primary context, which the CUDA runtime uses too: addresses and streams are of the same one.
         let context = CudaContext::new(ordinal)
             .map_err(|error| Failure::new(Code::NoDevice, format!("device {ordinal}: {:?}", error.0)))?;
@@ -129,8 +130,8 @@ impl Pool {
         unsafe { self.producer.follow(stream)? };
         let loan = self.loans.lend(release);
         let number = loan.number();
-        // SAFETY: the caller's: the memory stays until the loan is dropped. What was given to his stream is ordered before the
-        // device's own, since that waits for it.
+        // SAFETY: the caller's: the memory stays until the loan is dropped. What was given to his stream is ordered
+        // before the device's own, since that waits for it.
         let tensor = unsafe { self.device.tensor().from_raw_device::<u8>(data, [bytes as usize], loan) };
         let tensor = tensor.inspect_err(|_| {
             self.loans.refused(number, None);

@@ -28,7 +28,8 @@ impl Producer {
         &self.stream
     }
 
-    /// Our stream waits for all that `handle` was given so far; 0 and 1 are the legacy default stream, 2 is the calling thread's.
+    /// Our stream waits for all that `handle` was given so far; 0 and 1 are the legacy default stream, 2 is the calling
+    /// thread's.
     ///
     /// # Safety
     /// `handle` is one of these, or a stream that is alive.
@@ -59,6 +60,27 @@ impl Producer {
             done("cuEventRecord", sys::cuEventRecord(event.cu_event(), theirs))?;
             done("cuStreamWaitEvent", sys::cuStreamWaitEvent(self.stream.cu_stream(), event.cu_event(), 0))
         }
+    }
+}
+
+/// What was the thread's current context, which cudarc changes where it makes and drops things; is again when this is
+/// dropped.
+pub(crate) struct Before(sys::CUcontext);
+
+impl Before {
+    /// The driver is loaded.
+    pub(crate) fn now() -> Self {
+        let mut current = null_mut();
+        // SAFETY: the address is valid. Where it fails there is none.
+        let _ = unsafe { sys::cuCtxGetCurrent(&raw mut current) };
+        Self(current)
+    }
+}
+
+impl Drop for Before {
+    fn drop(&mut self) {
+        // SAFETY: whoever made it current keeps it alive.
+        let _ = unsafe { sys::cuCtxSetCurrent(self.0) };
     }
 }
 

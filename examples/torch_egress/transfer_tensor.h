@@ -21,21 +21,22 @@
  *     // join the consumers, then
  *     tt_egress_destroy(pool, 60000);
  *
- * Calls.  Every function but tt_egress_abi and tt_egress_last_error returns a tt_code. All may be called from any thread, at the same
- * time too. Pools and outputs are numbers that are never used twice, 0 is none: one that is gone is TT_INVALID, and harmless.
- * A call leaves the thread's current CUDA context as it was.
+ * Calls.  Every function but tt_egress_abi and tt_egress_last_error returns a tt_code. All may be called from any
+ * thread, at the same time too. Pools and outputs are numbers that are never used twice, 0 is none: one that is gone is
+ * TT_INVALID, and harmless. A call leaves the thread's current CUDA context as it was.
  *
- * Ordering.  The copy comes after all that the stream of tt_egress_submit was given before that call. It runs on a stream of the
- * library's own, so that theirs goes on meanwhile.
+ * Ordering.  The copy comes after all that the stream of tt_egress_submit was given before that call. It runs on a
+ * stream of the library's own, so that theirs goes on meanwhile.
  *
- * Memory.  What was submitted must stay valid, and must not be written, until its release callback was called: then the copy has
- * passed. For each submit that returned TT_OK the callback is called exactly once, also when the copy fails, when the pool is shut down, and
- * after a fault of the device (then by tt_egress_destroy at the latest). For one that returned anything else it is never called; the memory is the caller's again at once (unless the text
- * of TT_OTHER says that the device is still at it).
+ * Memory.  What was submitted must stay valid, and must not be written, until its release callback was called: then the
+ * copy has passed. For each submit that returned TT_OK the callback is called exactly once, also when the copy fails,
+ * when the pool is shut down, and after a fault of the device (then by tt_egress_destroy at the latest). For one that
+ * returned anything else it is never called; the memory is the caller's again at once, unless the text of TT_OTHER says
+ * that the device is still at it.
  *
- * The callback runs on a thread of the library that others wait for: it must be quick, must not wait, and must not call into this
- * library. After a fault it may also run inside tt_egress_next, tt_egress_shutdown or tt_egress_destroy; where the device was done before tt_egress_submit
- * returned, inside that. It must not throw or jump out.
+ * Callback.  It runs on a thread of the library that others wait for: it must be quick, must not wait, must not call
+ * into this library, and must not throw or jump out. It may also run inside tt_egress_submit, where the device was done
+ * before that returned; and after a fault inside tt_egress_next, tt_egress_shutdown and tt_egress_destroy.
  *
  * Forks.  A child of a process that has made a pool can not use it.
  */
@@ -124,21 +125,23 @@ typedef void (*tt_release)(void *user);
 /* The version of the library's interface. Check it against TT_EGRESS_ABI. */
 uint32_t tt_egress_abi(void);
 
-/* What went wrong in this thread's last call that returned an error, or in the failed item that tt_egress_next gave it last. Never null; valid
- * until this thread's next call. */
+/* What went wrong in this thread's last call that returned an error, or in the failed item that tt_egress_next gave it
+ * last. Never null; valid until this thread's next call. */
 const char *tt_egress_last_error(void);
 
 /* Makes a pool, and writes its number to `pool`. */
 int32_t tt_egress_create(const tt_options *options, uint64_t *pool);
 
-/* Hands over `bytes` bytes of the device at `data`, with a tag of the caller's. `stream` is 0 or 1 (the legacy default stream), 2 (the calling
- * thread's default stream) or a CUstream/cudaStream_t of the device's primary context; what is none of these is undefined. `release` may
- * be null. Waits for room, no longer than the pool's room_timeout_ms; never for the device.
+/* Hands over `bytes` bytes of the device at `data`, with a tag of the caller's. `stream` is 0 or 1 (the legacy default
+ * stream), 2 (the calling thread's default stream) or a CUstream/cudaStream_t of the device's primary context; what is
+ * none of these is undefined. `release` may be null. Waits for room, no longer than the pool's room_timeout_ms; not
+ * for the device, but where the driver refuses in the midst of a copy.
  * TT_FULL, TT_TOO_LARGE, TT_CLOSED, TT_CAPTURING, TT_FAULT, ...: nothing was taken. */
 int32_t tt_egress_submit(uint64_t pool, uint64_t data, uint64_t bytes, uint64_t stream, uint64_t tag,
                          tt_release release, void *user);
 
-/* Waits for the next item. Each is given once, to one of those who wait; TT_OK also for one that failed: look at output->error.
+/* Waits for the next item. Each is given once, to one of those who wait; TT_OK also for one that failed: look at
+ * output->error.
  * TT_TIMEOUT: none in time. TT_END: there will be none. */
 int32_t tt_egress_next(uint64_t pool, uint32_t timeout_ms, tt_output *output);
 
@@ -148,15 +151,15 @@ int32_t tt_egress_release(uint64_t output);
 /* Waits until all that was submitted is in the queue, or was given. */
 int32_t tt_egress_drain(uint64_t pool, uint32_t timeout_ms);
 
-/* Takes nothing any more, and waits for what is open. What is not delivered in time fails with TT_CLOSED, and this returns TT_TIMEOUT;
- * its memory comes back all the same, when the device is done with it. `report` may be null. */
+/* Takes nothing any more, and waits for what is open. What is not delivered in time fails with TT_CLOSED, and this
+ * returns TT_TIMEOUT; its memory comes back all the same, when the device is done with it. `report` may be null. */
 int32_t tt_egress_shutdown(uint64_t pool, uint32_t timeout_ms, tt_shutdown *report);
 
 int32_t tt_egress_stats(uint64_t pool, tt_stats *stats);
 
-/* Shuts the pool down, waits until the device is done with all that was submitted, calls what callbacks are left, and forgets the pool
- * with what is in its queue. TT_TIMEOUT: not in time; it is shut down, and may be destroyed again. A process that ends without it loses
- * what is open. */
+/* Shuts the pool down, waits until the device is done with all that was submitted, calls what callbacks are left, and
+ * forgets the pool with what is in its queue. TT_TIMEOUT: not in time; it is shut down, and may be destroyed again. A
+ * process that ends without it loses what is open. */
 int32_t tt_egress_destroy(uint64_t pool, uint32_t timeout_ms);
 
 #ifdef __cplusplus
