@@ -5,6 +5,7 @@
 #[path = "../examples/torch_egress/lib.rs"]
 mod abi;
 
+use std::collections::BTreeSet;
 use std::ffi::{CStr, c_void};
 use std::ptr::null_mut;
 use std::sync::Arc;
@@ -371,6 +372,49 @@ fn calls_leave_the_current_context_as_it_was() {
         });
     });
     machine.finish(vec![memory]);
+}
+
+/// Each driver call of a submit fails once: it was taken, and its callback is called once, or it was not, and it is
+/// never called.
+#[test]
+fn whichever_call_fails_a_loan_ends_once_or_was_none() {
+    let machine = Machine::new(|_| ());
+    let way = |memory: &Memory, tag| {
+        let code = machine.submit(memory, tag);
+        if code != 0 {
+            assert!(!last_error().is_empty());
+            return (code, 0);
+        }
+        let output = machine.next(HANG).unwrap();
+        assert_eq!((output.tag, output.output == 0), (tag, output.error != 0));
+        if output.error == 0 {
+            assert!(bytes(&output).iter().all(|&byte| u64::from(byte) == tag));
+            assert_eq!(tt_egress_release(output.output), 0);
+        }
+        until(|| memory.released() == 1);
+        (output.error, 1)
+    };
+    let first = machine.memory(0);
+    assert_eq!(way(&first, 0), (0, 1));
+    let second = machine.memory(1);
+    machine.sim.clear_calls();
+    assert_eq!(way(&second, 1), (0, 1));
+    let names: BTreeSet<String> = machine.sim.calls().into_iter().map(|call| call.name).collect();
+    assert!(names.len() > 5, "{names:?}");
+    let (mut all, mut failed) = (vec![(first, 1), (second, 1)], 0);
+    for (name, tag) in names.iter().zip(2..) {
+        let memory = machine.memory(tag as u8);
+        machine.stream.synchronize().unwrap();
+        machine.sim.fail_nth(name, 1, sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY as u32);
+        let (error, released) = way(&memory, tag);
+        machine.sim.clear_failures();
+        assert_eq!(memory.released(), released, "{name}: {error}");
+        failed += u32::from(error != 0);
+        all.push((memory, released));
+    }
+    assert!(failed > 3, "{failed} of {names:?}");
+    assert_eq!(tt_egress_destroy(machine.pool, HANG), 0, "{}", last_error());
+    all.iter().for_each(|(memory, released)| assert_eq!(memory.released(), *released));
 }
 
 /// Several wait at once: each item is given to one of them, and a time-out ends all the others.
