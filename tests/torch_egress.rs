@@ -291,7 +291,7 @@ fn a_stream_that_is_captured_is_refused_and_goes_on() {
 
 #[test]
 fn after_a_shutdown_what_is_there_is_given_and_nothing_is_taken() {
-    let machine = Machine::new(|_| ());
+    let machine = Machine::new(|options| options.order = TT_ORDER_SUBMISSION);
     let memory: Vec<Memory> = (0..3).map(|value| machine.memory(value)).collect();
     for (memory, tag) in memory[..2].iter().zip(0..) {
         assert_eq!(machine.submit(memory, tag), 0);
