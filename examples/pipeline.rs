@@ -26,7 +26,7 @@ use std::time::Instant;
 
 use clap::Parser;
 use comfy_table::{CellAlignment, Table, presets};
-use indicatif::ProgressBar;
+use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::{Value, json};
 use transfer_tensor::{
     EgressPool, EgressStats, HostTensor, IngressPrefetcher, Order, Output, Refused, Tagged, Ticket, TransferTensor,
@@ -130,6 +130,10 @@ fn run(arguments: &Arc<Arguments>, gpu: &Gpu) -> Result<(), Failure> {
     let alone = gpu.alone(steps, &mut ring, |batch| gpu.add_ones(batch, passes))?;
     drop(ring);
     let progress = common::progress(arguments.total_bytes(), !json);
+    // One line of a narrow terminal.
+    if let Ok(style) = ProgressStyle::with_template("{bar:16} {percent:>3} % {msg}") {
+        progress.set_style(style);
+    }
     let mut outcome = stream(arguments, gpu, &file, &progress, &failed)?;
     progress.finish_and_clear();
     outcome.alone = alone;
@@ -155,7 +159,7 @@ fn run(arguments: &Arc<Arguments>, gpu: &Gpu) -> Result<(), Failure> {
     print(format_args!(
         "{}: {rows} rows of {row} numbers in {steps} batches, {passes} kernels each, to {}\n\
          {bytes} bytes ({}) in {}: {rate:.2} GB/s each way\n{}\n\
-         overlap {:.2}: so many stages were at work at a time\n\
+         overlap {:.2}: load, kernels and writing together, as part of the time; above 1 they ran beside each other\n\
          the thread that launches kernels waited {} for batches, {} to hand results over\n\
          read again: {checked} numbers, all as they must be\n({})\n{}",
         gpu.title(),
@@ -227,9 +231,8 @@ fn stream(
         let now = pool.stats();
         let loaded = loaded.load(Ordering::Relaxed).saturating_sub(now.submitted);
         let [on_device, waiting, consuming] = [now.in_flight, now.waiting, now.consuming];
-        progress.set_message(format!(
-            "loaded {loaded}, on the device {on_device}, waiting {waiting}, with workers {consuming}"
-        ));
+        progress
+            .set_message(format!("loaded {loaded}, on the device {on_device}, waiting {waiting}, writing {consuming}"));
         Ok(())
     };
     let (mut starved, mut held_up) = (0.0, 0.0);
@@ -293,7 +296,8 @@ fn stages(arguments: &Arguments, outcome: &Outcome) -> [Stage; 5] {
     ]
 }
 
-/// How many stages were at work at a time: 1, if they had come one after another.
+/// Load, kernels and writing together, as part of the time; the copies between them are not known by themselves. Above 1,
+/// some ran beside others.
 fn overlap(outcome: &Outcome) -> f64 {
     (outcome.loading + outcome.alone + outcome.egress.consuming_time.as_secs_f64()) / outcome.seconds
 }
