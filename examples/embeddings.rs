@@ -84,7 +84,8 @@ fn run(arguments: &Arguments, gpu: &Gpu) -> Result<(), Failure> {
         let report = json!({
             "file": path.display().to_string(), "format": "arrow", "steps": steps, "passes": passes,
             "rows": steps * rows, "dim": dim, "bytes": bytes, "file_bytes": file_bytes, "rows_checked": checked,
-            "seconds": seconds, "gb_per_s": rate, "device_alone_seconds": alone, "ratio": alone / seconds, "egress": stats_json(&egress),
+            "seconds": seconds, "gb_per_s": rate, "device_alone_seconds": alone, "ratio": alone / seconds,
+            "egress": stats_json(&egress),
         });
         print(format_args!("{:#}", gpu.json(report)));
         return Ok(());

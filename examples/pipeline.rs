@@ -296,8 +296,8 @@ fn stages(arguments: &Arguments, outcome: &Outcome) -> [Stage; 5] {
     ]
 }
 
-/// Load, kernels and writing together, as part of the time; the copies between them are not known by themselves. Above 1,
-/// some ran beside others.
+/// Load, kernels and writing together, as part of the time; the copies between them are not known by themselves.
+/// Above 1, some ran beside others.
 fn overlap(outcome: &Outcome) -> f64 {
     (outcome.loading + outcome.alone + outcome.egress.consuming_time.as_secs_f64()) / outcome.seconds
 }
