@@ -96,7 +96,7 @@ impl Pool {
             builder = builder.budget(options.budget);
         }
         let pool = match options.workers {
-            0 => builder.tickets(),
+            0 => builder.tickets()?,
             workers => builder.workers(workers as usize).consumer(std::convert::identity)?,
         };
         let (sender, outputs) = pool.channel(order);
