@@ -21,6 +21,8 @@ pub(crate) struct Flights<F, M> {
 
 #[derive(Debug)]
 struct State<F, M> {
+    /// Not submitted yet, with their bytes.
+    deferred: VecDeque<(F, usize)>,
     flying: VecDeque<F>,
     /// The number of the first that flies.
     first: u64,
@@ -53,8 +55,18 @@ pub(crate) enum Next<M> {
 
 impl<F, M> Flights<F, M> {
     pub(crate) fn new() -> Self {
-        let (flying, marks) = (VecDeque::new(), VecDeque::new());
-        Self { state: Mutex::new(State { flying, first: 0, marks, unmarked: 0, asked: false }) }
+        let (deferred, flying, marks) = (VecDeque::new(), VecDeque::new(), VecDeque::new());
+        Self { state: Mutex::new(State { deferred, flying, first: 0, marks, unmarked: 0, asked: false }) }
+    }
+
+    /// Leaves it to who asks to submit this, and push it.
+    pub(crate) fn defer(&self, flight: F, bytes: usize) {
+        self.state.lock().deferred.push_back((flight, bytes));
+    }
+
+    /// For the one that asks: the first that is to be submitted.
+    pub(crate) fn deferred(&self) -> Option<(F, usize)> {
+        self.state.lock().deferred.pop_front()
     }
 
     /// What has just been submitted; `asked_for`, if somebody is just going to ask. Whether the caller is to make a mark, and what that is for.

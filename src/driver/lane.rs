@@ -10,7 +10,7 @@ use super::context::Context;
 use super::event::{EARLY, Event};
 use super::stream::Stream;
 use crate::complete::flights::{Flights, Next, Span};
-use crate::error::{Error, Result};
+use crate::error::Result;
 
 /// Each producer has two.
 pub(crate) const LANES: usize = 8;
@@ -31,7 +31,7 @@ pub(crate) struct Lanes {
 
 #[derive(Debug, Default)]
 struct State {
-    streams: Vec<Stream>,
+    streams: Vec<Arc<Stream>>,
     producers: Vec<(usize, Option<ThreadId>)>,
     turn: usize,
 }
@@ -45,7 +45,7 @@ impl Lanes {
     ///
     /// # Errors
     /// The driver makes no stream.
-    pub(crate) fn of(&self, producer: &Stream, bytes: usize) -> Result<(usize, Stream)> {
+    pub(crate) fn of(&self, producer: &Stream, bytes: usize) -> Result<(usize, Arc<Stream>)> {
         let mut state = self.state.lock();
         let name = producer.name();
         let at = match state.producers.iter().position(|known| *known == name) {
@@ -62,7 +62,7 @@ impl Lanes {
         state.turn = turn;
         let lane = (2 * at + turn) % LANES;
         while state.streams.len() <= lane {
-            state.streams.push(self.context.fresh_stream()?);
+            state.streams.push(Arc::new(self.context.fresh_stream()?));
         }
         Ok((lane, state.streams[lane].clone()))
     }
@@ -84,7 +84,7 @@ impl Passed {
 pub(crate) struct Lane<F> {
     flights: Flights<F, Mark>,
     /// The stream; none before the first.
-    stream: OnceLock<Stream>,
+    stream: OnceLock<Arc<Stream>>,
 }
 
 #[derive(Debug)]
@@ -108,18 +108,19 @@ impl<F> Lane<F> {
         Self { flights: Flights::new(), stream: OnceLock::new() }
     }
 
-    /// The copies of `flight` have been submitted to `stream`, always the same one. If it is `asked_for` at once, who asks makes the mark
-    /// of a small one.
-    pub(crate) fn push(
-        &self,
-        context: &Arc<Context>,
-        stream: &Stream,
-        flight: F,
-        bytes: usize,
-        gbs: f64,
-        asked_for: bool,
-    ) {
+    /// The copies of `flight`, which has so many bytes, have been submitted to `stream`, always the same one.
+    pub(crate) fn push(&self, context: &Arc<Context>, stream: &Arc<Stream>, flight: F, bytes: usize, gbs: f64) {
         self.stream.get_or_init(|| stream.clone());
+        self.fly(context, stream, flight, bytes, gbs, false);
+    }
+
+    /// Leaves it to who asks to submit the copies of `flight`.
+    pub(crate) fn defer(&self, stream: &Arc<Stream>, flight: F, bytes: usize) {
+        self.stream.get_or_init(|| stream.clone());
+        self.flights.defer(flight, bytes);
+    }
+
+    fn fly(&self, context: &Arc<Context>, stream: &Stream, flight: F, bytes: usize, gbs: f64, asked_for: bool) {
         if let Some(span) = self.flights.push(flight, bytes, asked_for)
             // Who asks makes one where this fails.
             && let Ok(event) = context.to_submit().and_then(|_bound| Event::record(context, stream))
@@ -129,20 +130,31 @@ impl<F> Lane<F> {
         }
     }
 
-    /// Hands out what has landed, or never will. One thread at a time.
+    /// Submits what was deferred by `launch`, and hands out what has landed, or never will, to `landed`. One thread at a time.
     pub(crate) fn ask(
         &self,
         context: &Arc<Context>,
         gbs: f64,
         batch: &mut Vec<F>,
+        launch: &mut impl FnMut(&mut F) -> Result<()>,
         landed: &mut impl FnMut(F, Result<Passed>),
     ) -> Asked {
+        let Some(stream) = self.stream.get() else { return Asked::Idle };
+        while let Some((mut flight, bytes)) = self.flights.deferred() {
+            match launch(&mut flight) {
+                Ok(()) => self.fly(context, stream, flight, bytes, gbs, true),
+                Err(error) => landed(flight, Err(error)),
+            }
+        }
         let mut since = None;
         loop {
             let (span, mut mark) = match self.flights.next() {
                 Next::Nothing => return Asked::Idle,
                 Next::Mark(span, mark) => (span, Ok(mark)),
-                Next::Unmarked(span) => (span, self.marked(context).map(|event| Mark { event, due: None })),
+                Next::Unmarked(span) => {
+                    let event = context.to_submit().and_then(|_bound| Event::record(context, stream));
+                    (span, event.map(|event| Mark { event, due: None }))
+                }
             };
             if let (Ok(mark), Some(since)) = (&mut mark, since) {
                 // It began when the one before it was over.
@@ -164,13 +176,6 @@ impl<F> Lane<F> {
             }
             since = Some(Instant::now());
         }
-    }
-
-    fn marked(&self, context: &Arc<Context>) -> Result<Event> {
-        let stream =
-            self.stream.get().ok_or_else(|| Error::unsupported("asking for a copy", "no stream carries it"))?;
-        let _bound = context.to_submit()?;
-        Event::record(context, stream)
     }
 
     fn not_yet(&self, span: Span, mark: Mark) -> Asked {

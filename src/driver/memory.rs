@@ -217,7 +217,7 @@ fn ordered<R>(context: &Context, stream: &Stream, order: impl FnOnce() -> R) -> 
     context.unparked(stream.cuda().context(), "cuStreamWaitEvent", order)
 }
 
-/// A slice that others hold too. Dropped with its context current.
+/// A slice that others hold too.
 ///
 /// Who has the last handle frees it: on his thread's stream, if it is the per-thread default stream. The reads that others
 /// submitted to their threads' streams before they dropped their handles come first.
@@ -251,12 +251,16 @@ impl<T> Drop for SharedSlice<T> {
         if stream.is_per_thread() && after_every_thread(&self.context, &stream).is_err() {
             self.context.count_leak();
             std::mem::forget(slice);
+            return;
         }
+        let cuda = slice.context().clone();
+        drop_bound(&self.context, &cuda, slice);
     }
 }
 
 /// Lets a stream wait for the default streams of all threads: the legacy stream waits for those.
 fn after_every_thread(context: &Arc<Context>, stream: &Stream) -> Result<()> {
+    let _bound = context.enter()?;
     let legacy = Stream::of_caller(&context.cuda().default_stream());
     legacy.check_not_capturing("freeing device memory")?;
     stream.wait_for(&Event::record(context, &legacy)?)

@@ -148,6 +148,11 @@ impl<I> Crew<I> {
     /// An item is about to be submitted, so that who is to ask for it wakes up meanwhile. Whether somebody is awake.
     pub(super) fn launch(&self) -> bool {
         self.flying.fetch_add(1, Ordering::SeqCst);
+        self.nudge()
+    }
+
+    /// There is something new to ask for. Whether somebody was awake for it.
+    pub(super) fn nudge(&self) -> bool {
         self.news.fetch_add(1, Ordering::SeqCst);
         if self.quiet.load(Ordering::SeqCst) == 0 {
             return true;

@@ -355,6 +355,7 @@ impl<S: EgressSource, R: Send + 'static> Drop for EgressPool<S, R> {
             let end = move || {
                 shared.gate.wait_delivered(0, None);
                 shared.crew.close();
+                shared.spare.close();
             };
             // Without a thread the workers stay asleep: nothing is lost but they.
             let _ = std::thread::Builder::new().name("transfer-out-end".into()).spawn(end);
@@ -362,6 +363,7 @@ impl<S: EgressSource, R: Send + 'static> Drop for EgressPool<S, R> {
         }
         self.shared.gate.wait_delivered(0, None);
         self.shared.crew.close();
+        self.shared.spare.close();
         for thread in self.threads.drain(..) {
             let _ = thread.join();
         }

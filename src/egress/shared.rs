@@ -141,18 +141,25 @@ impl<S: EgressSource, R: Send + 'static> Shared<S, R> {
         let permit = Permit::new(self.gate.clone(), bytes);
         let start = Instant::now();
         let asked_for = self.crew.launch();
+        let refuse = |permit: Permit, error, value| {
+            self.crew.withdraw();
+            drop(permit);
+            self.gate.delivered();
+            Err(Refused { error, value })
+        };
         let mut way = Way::new(&self.device, &self.lanes);
         // What it can not give back is dropped there, and a tag is the caller's own.
         let begun = quietly(|| source.begin(&mut way));
-        let begun = match begun.unwrap_or_else(|error| Err(Refused { error, value: None })) {
+        let mut begun = match begun.unwrap_or_else(|error| Err(Refused { error, value: None })) {
             Ok(begun) => begun,
-            Err(refused) => {
-                self.crew.withdraw();
-                drop(permit);
-                self.gate.delivered();
-                return Err(refused);
-            }
+            Err(Refused { error, value }) => return refuse(permit, error, value),
         };
+        let ahead = way.ahead();
+        // Who asks for it, if somebody does just now, can as well submit it: that is most of the time that it takes.
+        let deferred = asked_for && matches!(ahead, Ahead::Lane(..));
+        if !deferred && let Err(error) = S::launch(&mut begun) {
+            return refuse(permit, error, quietly(|| S::back(begun)).ok().flatten());
+        }
         let channel = channel();
         let (ticket, item, stopped) = {
             let mut state = self.state.lock();
@@ -171,20 +178,19 @@ impl<S: EgressSource, R: Send + 'static> Shared<S, R> {
         }
         self.observe(number, Stage::Submitted { bytes });
         let flight = Flight { item, begun, permit, start };
-        match way.ahead() {
+        match ahead {
             Ahead::Lane(lane, stream) => {
-                let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
-                self.flights[lane].push(
-                    self.device.context(),
-                    &stream,
-                    flight,
-                    bytes,
-                    self.device.most_gbs(),
-                    asked_for,
-                );
+                let (lane, bytes) = (&self.flights[lane], usize::try_from(bytes).unwrap_or(usize::MAX));
+                if deferred {
+                    lane.defer(&stream, flight, bytes);
+                    self.crew.nudge();
+                } else {
+                    lane.push(self.device.context(), &stream, flight, bytes, self.device.most_gbs());
+                }
             }
-            Ahead::All(pending) => {
+            Ahead::All(mut pending, stream) => {
                 self.crew.withdraw();
+                pending.extend(stream.map(|stream| self.device.point(&stream)));
                 let shared = self.clone();
                 let then = Box::new(move |passed: Result<()>| {
                     let (number, arrived) = shared.landed(flight, passed.map(|()| Passed::seen()));
@@ -226,8 +232,9 @@ impl<S: EgressSource, R: Send + 'static> Shared<S, R> {
             let news = self.crew.news();
             let (mut idle, mut due) = (true, None);
             for lane in &self.flights {
-                let asked =
-                    lane.ask(context, gbs, batch, &mut |flight, passed| found.push(self.landed(flight, passed)));
+                let mut launch = |flight: &mut Flight<S, R>| S::launch(&mut flight.begun);
+                let mut landed = |flight, passed| found.push(self.landed(flight, passed));
+                let asked = lane.ask(context, gbs, batch, &mut launch, &mut landed);
                 if let Asked::Waiting(from) = asked {
                     // The first one of several; any time, if one of them does not know.
                     due = if idle { from } else { due.min(from) };

@@ -11,7 +11,7 @@ use crate::driver::memory::SharedSlice;
 use crate::driver::{Pending, Stream};
 use crate::element::Element;
 use crate::error::{Refused, Result};
-use crate::tensor::fetch::{self, Fetch};
+use crate::tensor::fetch::{self, Fetch, Source};
 use crate::tensor::{HostTensor, TransferTensor};
 
 /// A result on the device, or several of one step, to be brought to the host by an [`EgressPool`](crate::EgressPool).
@@ -41,9 +41,12 @@ pub(crate) mod sealed {
 
         fn bytes(&self) -> u64;
 
-        /// Submits the copies; what to wait for is noted in `way`. What comes back may have been partly copied; nothing does
-        /// where the device faulted meanwhile.
+        /// Prepares the copies of slices, and submits those of tensors; what to wait for is noted in `way`. What comes back may have been
+        /// partly copied; nothing does where the device faulted meanwhile.
         fn begin(self, way: &mut Way<'_>) -> Result<Self::Flying, Refused<Option<Self>>>;
+
+        /// Submits the copies that were prepared.
+        fn launch(flying: &mut Self::Flying) -> Result<()>;
 
         /// What is on the host, when all of that has passed.
         fn land(flying: Self::Flying, passed: &Passed) -> Result<Self::Landed>;
@@ -59,16 +62,17 @@ pub struct Way<'a> {
     device: &'a Device,
     lanes: &'a Lanes,
     /// The stream that carries all of its slices.
-    lane: Option<(usize, Stream)>,
+    lane: Option<(usize, Arc<Stream>)>,
     waits: Vec<Pending>,
 }
 
 /// What an item waits for.
 #[derive(Debug)]
 pub(super) enum Ahead {
-    /// What it has submitted to the stream with this number.
-    Lane(usize, Stream),
-    All(Vec<Pending>),
+    /// What is to be submitted to the stream with this number.
+    Lane(usize, Arc<Stream>),
+    /// All of this, and what is to be submitted to that.
+    All(Vec<Pending>, Option<Arc<Stream>>),
 }
 
 impl<'a> Way<'a> {
@@ -76,7 +80,7 @@ impl<'a> Way<'a> {
         Self { device, lanes, lane: None, waits: Vec::new() }
     }
 
-    fn lane(&mut self, producer: &Stream, bytes: usize) -> Result<Stream> {
+    fn lane(&mut self, producer: &Stream, bytes: usize) -> Result<Arc<Stream>> {
         let lane = match self.lane.take() {
             Some(lane) => lane,
             None => self.lanes.of(producer, bytes)?,
@@ -84,14 +88,10 @@ impl<'a> Way<'a> {
         Ok(self.lane.insert(lane).1.clone())
     }
 
-    pub(super) fn ahead(mut self) -> Ahead {
+    pub(super) fn ahead(self) -> Ahead {
         match self.lane {
             Some((number, stream)) if self.waits.is_empty() => Ahead::Lane(number, stream),
-            Some((_, stream)) => {
-                self.waits.push(self.device.point(&stream));
-                Ahead::All(self.waits)
-            }
-            None => Ahead::All(self.waits),
+            lane => Ahead::All(self.waits, lane.map(|(_, stream)| stream)),
         }
     }
 }
@@ -121,6 +121,10 @@ impl<T: Element> Sealed for TransferTensor<T> {
         }
     }
 
+    fn launch(_: &mut Self) -> Result<()> {
+        Ok(())
+    }
+
     fn land(mut flying: Self, _: &Passed) -> Result<HostTensor<T>> {
         // The device's memory is free for the next step.
         flying.release_device()?;
@@ -134,9 +138,18 @@ impl<T: Element> Sealed for TransferTensor<T> {
 
 /// A slice on its way: as such, or as a tensor, which can do without page-locked memory.
 #[allow(missing_debug_implementations)] // No caller sees one.
-pub enum SliceFlying<T: Element, S: Send + 'static, K> {
+pub enum SliceFlying<T: Element, S: Source, K> {
     Fetch(Fetch<S>),
     Tensor(TransferTensor<T>, K),
+}
+
+impl<T: Element, S: Source, K> SliceFlying<T, S, K> {
+    fn launch(&mut self) -> Result<()> {
+        match self {
+            SliceFlying::Fetch(fetch) => fetch.launch(),
+            SliceFlying::Tensor(..) => Ok(()),
+        }
+    }
 }
 
 impl<T: Element> EgressSource for CudaSlice<T> {
@@ -159,7 +172,7 @@ impl<T: Element> Sealed for CudaSlice<T> {
                 Ok(stream) => stream,
                 Err(error) => return Err(Refused { error, value: Some(self) }),
             };
-            return Fetch::owned(way.device, self, room, (producer, stream)).map(SliceFlying::Fetch).map_err(some);
+            return Fetch::owned(way.device, self, room, (&producer, stream)).map(SliceFlying::Fetch).map_err(some);
         }
         let len = self.len();
         let tensor = way.device.tensor().from_cuda_slice(self, [len]).map_err(some)?;
@@ -169,6 +182,10 @@ impl<T: Element> Sealed for CudaSlice<T> {
                 Err(Refused { error, value: value.and_then(|tensor| tensor.into_cuda_slice().ok()) })
             }
         }
+    }
+
+    fn launch(flying: &mut Self::Flying) -> Result<()> {
+        flying.launch()
     }
 
     fn land(flying: Self::Flying, passed: &Passed) -> Result<HostTensor<T>> {
@@ -205,7 +222,7 @@ impl<T: Element> Sealed for Arc<CudaSlice<T>> {
                 let producer = Stream::of_caller(self.stream());
                 let stream = way.lane(&producer, self.num_bytes())?;
                 let shared = SharedSlice::new(&context, self.clone());
-                return Fetch::shared(way.device, shared, len, room, (producer, stream)).map(SliceFlying::Fetch);
+                return Fetch::shared(way.device, shared, len, room, (&producer, stream)).map(SliceFlying::Fetch);
             }
             let tensor = way.device.tensor().from_shared_cuda_slice(self.clone(), [len])?;
             let tensor = tensor.begin(way).map_err(|refused| refused.error)?;
@@ -219,6 +236,10 @@ impl<T: Element> Sealed for Arc<CudaSlice<T>> {
             }
             Err(error) => Err(Refused { error, value: Some(self) }),
         }
+    }
+
+    fn launch(flying: &mut Self::Flying) -> Result<()> {
+        flying.launch()
     }
 
     fn land(flying: Self::Flying, passed: &Passed) -> Result<HostTensor<T>> {
@@ -264,6 +285,10 @@ impl<S: Sealed> Sealed for Vec<S> {
         Ok(flying)
     }
 
+    fn launch(flying: &mut Self::Flying) -> Result<()> {
+        flying.iter_mut().try_for_each(S::launch)
+    }
+
     fn land(flying: Self::Flying, passed: &Passed) -> Result<Self::Landed> {
         flying.into_iter().map(|flying| S::land(flying, passed)).collect()
     }
@@ -297,6 +322,11 @@ impl<A: Sealed, B: Sealed> Sealed for (A, B) {
         }
     }
 
+    fn launch((a, b): &mut Self::Flying) -> Result<()> {
+        A::launch(a)?;
+        B::launch(b)
+    }
+
     fn land((a, b): Self::Flying, passed: &Passed) -> Result<Self::Landed> {
         Ok((A::land(a, passed)?, B::land(b, passed)?))
     }
@@ -322,6 +352,10 @@ impl<A: Sealed, B: Sealed, C: Sealed> Sealed for (A, B, C) {
         let (a, b, c) = self;
         let flat = |((a, b), c)| (a, b, c);
         ((a, b), c).begin(way).map_err(|Refused { error, value }| Refused { error, value: value.map(flat) })
+    }
+
+    fn launch(flying: &mut Self::Flying) -> Result<()> {
+        <((A, B), C) as Sealed>::launch(flying)
     }
 
     fn land(flying: Self::Flying, passed: &Passed) -> Result<Self::Landed> {
@@ -369,6 +403,10 @@ impl<S: Sealed, K: Send + 'static> Sealed for Tagged<S, K> {
             Ok(value) => Ok(Tagged { value, tag }),
             Err(Refused { error, value }) => Err(Refused { error, value: value.map(|value| Self { value, tag }) }),
         }
+    }
+
+    fn launch(flying: &mut Self::Flying) -> Result<()> {
+        S::launch(&mut flying.value)
     }
 
     fn land(flying: Self::Flying, passed: &Passed) -> Result<Self::Landed> {

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use super::outputs::Channel;
 use crate::error::{Error, Kind, Refused, Result};
-use crate::sync::{Condvar, Mutex};
+use crate::sync::{AtomicU64, Condvar, Mutex, Ordering};
 
 /// An item under way. It gives what the consumer made of it, or the output itself: by [`wait`](Ticket::wait),
 /// [`try_wait`](Ticket::try_wait), [`wait_timeout`](Ticket::wait_timeout) or `.await` on any runtime.
@@ -22,6 +22,8 @@ pub struct Ticket<R>(Held<R>);
 pub(super) struct Item<R> {
     state: Mutex<State<R>>,
     changed: Condvar,
+    /// Where it goes back to.
+    spare: Arc<Spare<R>>,
 }
 
 struct State<R> {
@@ -49,12 +51,22 @@ enum Phase<R> {
 /// Items that are over, for new ones: in the steady state none is allocated.
 pub(super) struct Spare<R> {
     items: Mutex<Vec<Arc<Item<R>>>>,
-    most: usize,
+    /// How many are kept; none, once the pool is gone, since each of them keeps this.
+    most: AtomicU64,
 }
 
 impl<R> Spare<R> {
     pub(super) fn new(most: usize) -> Arc<Self> {
-        Arc::new(Self { items: Mutex::new(Vec::new()), most })
+        Arc::new(Self { items: Mutex::new(Vec::new()), most: AtomicU64::new(most as u64) })
+    }
+
+    /// Keeps none any more.
+    pub(super) fn close(&self) {
+        let mut items = self.items.lock();
+        self.most.store(0, Ordering::SeqCst);
+        let left = std::mem::take(&mut *items);
+        drop(items);
+        drop(left);
     }
 }
 
@@ -62,7 +74,6 @@ impl<R> Spare<R> {
 pub(super) struct Held<R> {
     pub(super) number: u64,
     item: Arc<Item<R>>,
-    spare: Arc<Spare<R>>,
 }
 
 impl<R> Held<R> {
@@ -75,10 +86,9 @@ impl<R> Held<R> {
                 *item.state.lock() = state;
                 item
             }
-            None => Arc::new(Item { state: Mutex::new(state), changed: Condvar::new() }),
+            None => Arc::new(Item { state: Mutex::new(state), changed: Condvar::new(), spare: spare.clone() }),
         };
-        let other = Self { number, item: item.clone(), spare: spare.clone() };
-        (Self { number, item, spare: spare.clone() }, other)
+        (Self { number, item: item.clone() }, Self { number, item })
     }
 
     /// A look at it, which is no hand: it may become another item.
@@ -100,8 +110,9 @@ impl<R> Drop for Held<R> {
         }
         let left = (std::mem::replace(&mut state.phase, Phase::Taken), state.channel.take());
         drop(state);
-        let mut items = self.spare.items.lock();
-        if items.len() < self.spare.most {
+        let spare = &self.item.spare;
+        let mut items = spare.items.lock();
+        if (items.len() as u64) < spare.most.load(Ordering::SeqCst) {
             items.push(self.item.clone());
         }
         drop(items);
@@ -297,6 +308,7 @@ mod loom_tests {
             // Who gives up the earlier one does not meet this.
             late.finish(0, Ok(9));
             assert!(Ticket::new(ticket).try_wait().is_err());
+            spare.close();
         });
     }
 }

@@ -15,14 +15,38 @@ use crate::element::Element;
 use crate::error::{Error, Kind, Refused, Result};
 use crate::pool::PinnedBuffer;
 
-/// A copy that was submitted, from an `S`.
+const SUBMIT: &str = "submitting to an egress pool";
+
+/// A copy from an `S`: prepared by who has it, launched by anybody.
 #[allow(missing_debug_implementations)] // No caller sees one.
-pub struct Fetch<S: Send + 'static> {
+pub struct Fetch<S: Source> {
     ends: Option<(S, PinnedBuffer)>,
+    address: u64,
     elements: usize,
+    bytes: usize,
+    /// What the stream comes after.
+    after: [Option<Event>; 2],
+    /// It may be under way.
+    launched: bool,
     device: Device,
-    producer: Stream,
-    stream: Stream,
+    stream: Arc<Stream>,
+}
+
+/// What is read: it is let go when nothing reads it any more.
+pub trait Source: Send + Sized + 'static {
+    #[doc(hidden)]
+    fn let_go(self, device: &Device);
+}
+
+impl<T: Element> Source for CudaSlice<T> {
+    fn let_go(self, device: &Device) {
+        let cuda = self.context().clone();
+        drop_bound(device.context(), &cuda, self);
+    }
+}
+
+impl<T: Element> Source for SharedSlice<T> {
+    fn let_go(self, _: &Device) {}
 }
 
 /// Page-locked memory for a slice, if that is to be had at once. (Else the slice goes the way of a tensor, which can do without.)
@@ -34,63 +58,69 @@ pub(crate) fn room<T: Element>(device: &Device, slice: &CudaSlice<T>) -> Option<
     acquire().or_else(|error| retry_after_drain(device, error, acquire)).ok()
 }
 
-/// Keeps `owner` until `stream` has passed what it was given.
-fn keep(device: &Device, producer: &Stream, stream: &Stream, owner: impl Send + 'static) {
-    let (cuda, pending) = (producer.cuda().context().clone(), vec![Pending::Stream(stream.clone())]);
-    free_later(device.context(), cuda, device.waiter(), Box::new(owner), pending);
-}
-
-impl<S: Send + 'static> Fetch<S> {
-    /// Submits a copy of `elements` elements of `T` at `address` to `stream`, after what `producer` was given.
+impl<S: Source> Fetch<S> {
+    /// Prepares a copy of `elements` elements of `T`, at what `address` says, after what `producer` has been given.
     ///
     /// # Errors
     /// A stream is being captured, or the driver refused; the source comes back.
-    fn begin<T: Element>(
+    fn prepare<T: Element>(
         device: &Device,
         mut source: S,
         elements: usize,
         target: PinnedBuffer,
-        (producer, stream): (Stream, Stream),
+        (producer, stream): (&Stream, Arc<Stream>),
         address: impl FnOnce(&mut S, &Stream) -> Result<u64>,
     ) -> Result<Self, Refused<S>> {
-        const SUBMIT: &str = "submitting to an egress pool";
         let (context, bytes) = (device.context(), elements * size_of::<T>());
-        let submit = || {
+        let prepare = || {
             let _bound = context.to_submit()?;
             producer.check_not_capturing(SUBMIT)?;
-            let address = address(&mut source, &producer)?;
-            stream.wait_for(&Event::record(context, &producer)?)?;
+            if bytes > target.capacity() {
+                return Err(Error::new(Kind::TooLarge { bytes: bytes as u64, most: target.capacity() as u64 }));
+            }
+            let address = address(&mut source, producer)?;
+            let mut after = [Some(Event::record(context, producer)?), None];
             if producer.is_per_thread() {
                 // Other threads' too, for which the legacy stream waits.
                 let legacy = Stream::of_caller(&context.cuda().default_stream());
                 legacy.check_not_capturing(SUBMIT)?;
-                stream.wait_for(&Event::record(context, &legacy)?)?;
+                after[1] = Some(Event::record(context, &legacy)?);
             }
-            if bytes > target.capacity() {
-                return Err(Error::new(Kind::TooLarge { bytes: bytes as u64, most: target.capacity() as u64 }));
-            }
-            // SAFETY: the source has as many bytes, the target room for them, and both are kept until the copy has run.
-            unsafe { copy::device_to_host(target.host().as_ptr(), address, bytes, &stream) }
+            Ok((address, after))
         };
-        match submit() {
-            Ok(()) => Ok(Self { ends: Some((source, target)), elements, device: device.clone(), producer, stream }),
-            Err(error) => {
-                // A part of it may be under way.
-                keep(device, &producer, &stream, target);
-                Err(Refused { error, value: source })
+        match prepare() {
+            Ok((address, after)) => {
+                let (ends, device) = (Some((source, target)), device.clone());
+                Ok(Self { ends, address, elements, bytes, after, launched: false, device, stream })
             }
+            Err(error) => Err(Refused { error, value: source }),
         }
+    }
+
+    /// Submits the copy, once.
+    ///
+    /// # Errors
+    /// The driver refused. Part of it may be under way.
+    pub(crate) fn launch(&mut self) -> Result<()> {
+        let (Some((_, target)), false) = (&self.ends, self.launched) else { return Ok(()) };
+        let _bound = self.device.context().to_submit()?;
+        for event in self.after.iter_mut().filter_map(Option::take) {
+            self.stream.wait_for(&event)?;
+        }
+        self.launched = true;
+        // SAFETY: the source has as many bytes, the target room for them, and both are kept until the copy has run.
+        unsafe { copy::device_to_host(target.host().as_ptr(), self.address, self.bytes, &self.stream) }
     }
 
     /// The elements, which have come; nothing else is left of it.
     ///
     /// # Errors
-    /// A byte is no value of the type (`bool`).
+    /// It was not launched, or a byte is no value of the type (`bool`).
     pub(crate) fn land<T: Element>(mut self, _passed: &Passed) -> Result<HostTensor<T>> {
-        let Some((source, target)) = self.ends.take() else {
-            return Err(Error::unsupported("landing a copy", "it has landed"));
+        let (Some((source, target)), true) = (self.ends.take(), self.launched) else {
+            return Err(Error::unsupported("landing a copy", "it was not launched"));
         };
-        drop_bound(self.device.context(), self.producer.cuda().context(), source);
+        source.let_go(&self.device);
         HostTensor::in_buffer(&self.device, target, self.elements)
     }
 }
@@ -99,32 +129,39 @@ impl<T: Element> Fetch<CudaSlice<T>> {
     /// Takes a slice over.
     ///
     /// # Errors
-    /// See [`begin`](Fetch::begin).
+    /// See [`prepare`](Fetch::prepare).
     pub(crate) fn owned(
         device: &Device,
         slice: CudaSlice<T>,
         target: PinnedBuffer,
-        streams: (Stream, Stream),
+        streams: (&Stream, Arc<Stream>),
     ) -> Result<Self, Refused<CudaSlice<T>>> {
         let elements = slice.len();
-        Self::begin::<T>(device, slice, elements, target, streams, |slice, producer| {
+        Self::prepare::<T>(device, slice, elements, target, streams, |slice, producer| {
             adopt_slice(device.context(), slice, producer)
         })
     }
 
-    /// The slice again while the copy runs, for which its stream waits. `None` where that can not be had.
+    /// The slice again: while the copy runs, if it does, for which its stream waits then. `None` where that can not be had.
     pub(crate) fn back(mut self) -> Option<CudaSlice<T>> {
         let context = self.device.context();
-        let producer = Stream::of_caller(self.producer.cuda());
+        let (slice, target) = self.ends.take()?;
+        if !self.launched {
+            return Some(slice);
+        }
+        let producer = Stream::of_caller(slice.stream());
         let order = || {
             let _bound = context.to_submit()?;
             producer.wait_for(&Event::record(context, &self.stream)?)
         };
-        order().ok()?;
-        let (mut slice, target) = self.ends.take()?;
-        keep(&self.device, &producer, &self.stream, target);
+        if order().is_err() {
+            self.ends = Some((slice, target));
+            return None;
+        }
+        let mut slice = slice;
+        keep(&self.device, &self.stream, target);
         // A failure here is a fault: the slice's next use reports it.
-        let _ = note_write(context, &mut slice, &producer);
+        let _ = context.enter().and_then(|_bound| note_write(context, &mut slice, &producer));
         Some(slice)
     }
 }
@@ -133,18 +170,18 @@ impl<T: Element> Fetch<SharedSlice<T>> {
     /// Reads what others may read too.
     ///
     /// # Errors
-    /// See [`begin`](Fetch::begin).
+    /// See [`prepare`](Fetch::prepare).
     pub(crate) fn shared(
         device: &Device,
         slice: SharedSlice<T>,
         elements: usize,
         target: PinnedBuffer,
-        streams: (Stream, Stream),
+        streams: (&Stream, Arc<Stream>),
     ) -> Result<Self> {
-        let begun = Self::begin::<T>(device, slice, elements, target, streams, |slice, producer| {
+        let prepared = Self::prepare::<T>(device, slice, elements, target, streams, |slice, producer| {
             slice.with(|slice| slice_address(device.context(), slice, producer))
         });
-        begun.map_err(|refused| refused.error)
+        prepared.map_err(|refused| refused.error)
     }
 
     /// Another handle of the slice, which may be read while the copy runs.
@@ -153,11 +190,33 @@ impl<T: Element> Fetch<SharedSlice<T>> {
     }
 }
 
-impl<S: Send + 'static> Drop for Fetch<S> {
+/// Keeps `owner` until `stream` has passed what it was given.
+fn keep(device: &Device, stream: &Stream, owner: impl Send + 'static) {
+    let (context, pending) = (device.context(), vec![Pending::Stream(stream.clone())]);
+    free_later(context, context.cuda().clone(), device.waiter(), Box::new(owner), pending);
+}
+
+/// Both ends of a copy that nobody waits for. The source is let go as it has to be.
+struct Ends<S: Source> {
+    ends: Option<(S, PinnedBuffer)>,
+    device: Device,
+}
+
+impl<S: Source> Drop for Ends<S> {
     fn drop(&mut self) {
+        if let Some((source, _target)) = self.ends.take() {
+            source.let_go(&self.device);
+        }
+    }
+}
+
+impl<S: Source> Drop for Fetch<S> {
+    fn drop(&mut self) {
+        let Some(ends) = self.ends.take() else { return };
+        let ends = Ends { ends: Some(ends), device: self.device.clone() };
         // Whether it has run is not known here.
-        if let Some(ends) = self.ends.take() {
-            keep(&self.device, &self.producer, &self.stream, ends);
+        if self.launched {
+            keep(&self.device, &self.stream, ends);
         }
     }
 }
