@@ -1,4 +1,4 @@
-//! The examples `egress_to_file`, `embeddings` and `pipeline` as their users see them: their JSON, their files, their
+//! The examples `egress_to_file` and `pipeline` as their users see them: their JSON, their files, their
 //! exit codes and one-line errors.
 #![cfg(target_os = "linux")]
 
@@ -9,7 +9,7 @@ use std::process::{Command, Output};
 use serde_json::Value;
 use transfer_tensor::cudarc::get_lib_name_candidates;
 
-const EXAMPLES: [&str; 3] = ["egress_to_file", "embeddings", "pipeline"];
+const EXAMPLES: [&str; 2] = ["egress_to_file", "pipeline"];
 
 /// The examples lie beside the tests; a run of this test alone has to build them first.
 fn example(name: &str) -> PathBuf {
@@ -137,41 +137,6 @@ fn to_nowhere_nothing_is_written() {
 }
 
 #[test]
-fn embeddings_are_in_an_arrow_file_with_their_ids() {
-    use arrow_array::cast::AsArray as _;
-    use arrow_array::types::{Float32Type, UInt64Type};
-
-    let folder = tempfile::tempdir().unwrap();
-    let arguments = ["--rows", "37", "--dim", "19", "--steps", "11", "--passes", "2", "--capacity", "3"];
-    let json = json("embeddings", folder.path(), &arguments);
-    let path = folder.path().join("embeddings.arrow");
-    assert_eq!(json["file"], path.to_str().unwrap());
-    assert_eq!((&json["rows"], &json["rows_checked"]), (&(37 * 11).into(), &(37 * 11).into()));
-    assert_eq!(json["file_bytes"], fs::metadata(&path).unwrap().len());
-    let bytes = fs::read(&path).unwrap();
-    assert!(bytes.starts_with(b"ARROW1") && bytes.ends_with(b"ARROW1"));
-
-    let reader = arrow_ipc::reader::FileReader::try_new(std::io::Cursor::new(bytes), None).unwrap();
-    assert_eq!(reader.num_batches(), 11);
-    let mut all = 0;
-    for (step, batch) in (0..).zip(reader) {
-        let batch = batch.unwrap();
-        let ids = batch.column_by_name("id").unwrap().as_primitive::<UInt64Type>();
-        let embeddings = batch.column_by_name("embedding").unwrap().as_fixed_size_list();
-        assert_eq!((embeddings.value_length(), batch.num_rows()), (19, 37));
-        for (row, id) in (0..).zip(ids.values()) {
-            assert_eq!(*id, step * 37 + row);
-            let embedding = embeddings.value(row as usize);
-            for (column, value) in (0..).zip(embedding.as_primitive::<Float32Type>().values()) {
-                assert_eq!(*value, pattern(row * 19 + column) + ((step + 1) * 2) as f32, "id {id}, number {column}");
-            }
-            all += 1;
-        }
-    }
-    assert_eq!(all, 37 * 11);
-}
-
-#[test]
 fn the_pipeline_writes_all_rows_and_says_how_busy_its_stages_were() {
     let folder = tempfile::tempdir().unwrap();
     // The last batch has 7 rows.
@@ -274,13 +239,11 @@ fn bad_arguments_exit_2_and_other_failures_1_with_one_line() {
         let help = run(&["--help"]);
         assert!(help.status.success() && text(&help.stdout).contains("simulated H200"), "{name}");
     }
-    let own: [(&str, &[&str]); 8] = [
+    let own: [(&str, &[&str]); 6] = [
         ("egress_to_file", &["--bytes", "0"]),
         ("egress_to_file", &["--bytes", "5GiB"]),
         ("egress_to_file", &["--format", "csv"]),
         ("egress_to_file", &["--workers", "0"]),
-        ("embeddings", &["--rows", "0"]),
-        ("embeddings", &["--rows", "1048576", "--dim", "65536"]),
         ("pipeline", &["--depth", "0"]),
         ("pipeline", &["--loaders", "257"]),
     ];
@@ -289,9 +252,7 @@ fn bad_arguments_exit_2_and_other_failures_1_with_one_line() {
     }
     // A full disk, where Linux has one to offer.
     if Path::new("/dev/full").exists() {
-        for (name, file) in
-            [("egress_to_file", "outputs.npy"), ("embeddings", "embeddings.arrow"), ("pipeline", "results.npy")]
-        {
+        for (name, file) in [("egress_to_file", "outputs.npy"), ("pipeline", "results.npy")] {
             let full = tempfile::tempdir().unwrap();
             std::os::unix::fs::symlink("/dev/full", full.path().join(file)).unwrap();
             let out = full.path().to_str().unwrap();

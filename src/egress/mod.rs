@@ -251,7 +251,8 @@ impl EgressPoolBuilder<'_> {
             when_full: self.when_full,
             on_error: self.on_error,
             state: parking_lot::Mutex::default(),
-            spare: Spare::new(self.items),
+            // Tickets may be kept longer than their items take room.
+            spare: Spare::new(self.items.saturating_mul(2).saturating_add(64)),
         };
         let mut pool = EgressPool { shared: Arc::new(shared), threads: Vec::new(), workers: self.workers };
         for number in 0..=self.workers {

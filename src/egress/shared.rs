@@ -255,7 +255,9 @@ impl<S: EgressSource, R: Send + 'static> Shared<S, R> {
                 since = now;
             }
             since = due.map_or(since, |due| since.max(due));
-            if self.awake || now >= since && now - since < AWAKE {
+            if self.awake {
+                std::hint::spin_loop();
+            } else if now >= since && now - since < AWAKE {
                 breathe();
             } else if now < since {
                 self.crew.rest(news, since - now);

@@ -2,11 +2,12 @@
 //! pandas, Polars, DuckDB and others read. Then the file is read and every number compared.
 //!
 //! ```text
-//! cargo run --release --example embeddings
-//! cargo run --release --example embeddings -- --rows 4096 --dim 1024 --steps 100 --passes 30 --out embeddings
+//! cargo run --release -p embeddings
+//! cargo run --release -p embeddings -- --rows 4096 --dim 1024 --steps 100 --passes 30 --out embeddings
 //! python3 -c 'import polars; print(polars.read_ipc("embeddings/embeddings.arrow"))'
 //! ```
 
+#[path = "../../common/mod.rs"]
 mod common;
 
 use std::collections::VecDeque;
