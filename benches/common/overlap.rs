@@ -1,4 +1,5 @@
-//! What the overlap benches share: a kernel that only takes time, steps of it beside copies, and the same steps by hand.
+//! What the overlap benches share: a kernel that only takes time, steps of it beside copies, and the same steps by
+//! hand.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -14,8 +15,8 @@ pub(crate) const RATIOS: [(&str, f64); 3] = [("4:1", 4.0), ("1:1", 1.0), ("1:4",
 /// Nothing takes that long.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(600);
 
-/// One thread that asks its multiprocessor's clock: the memory and the link are the copies' alone. `%globaltimer` would need no
-/// calibration, but on some devices it moves once in a millisecond.
+/// One thread that asks its multiprocessor's clock: the memory and the link are the copies' alone. `%globaltimer` would
+/// need no calibration, but on some devices it moves once in a millisecond.
 const PTX: &str = "
 .version 7.0
 .target sm_70
@@ -58,7 +59,8 @@ impl Spin {
         }
         let kernel = bench.stream.context().load_module(Ptx::from_src(PTX))?.load_function("spin")?;
         let mut this = Self { kernel, stream: bench.stream.clone(), ticks_per_second: 0.0 };
-        // A fifth of a second on hardware: what a launch costs is nothing beside it. The first brings the clock up to its speed.
+        // A fifth of a second on hardware: what a launch costs is nothing beside it. The first brings the clock up to
+        // its speed.
         let ticks = if bench.sim.is_some() { 20_000_000 } else { 400_000_000 };
         for _ in 0..2 {
             let seconds = wall(|| {
@@ -91,12 +93,13 @@ pub(crate) struct Case {
     pub(crate) steps: usize,
     pub(crate) ticks: u64,
     pub(crate) rounds: usize,
-    /// The best ratio that so many steps can have.
-    bound: f64,
+    /// The best ratio that so many steps can have, where there are enough of them to judge one.
+    bound: Option<f64>,
 }
 
 impl Case {
-    /// Says what will run. `compute` and `copies` are the seconds of a step that its kernel and its ways over the link take.
+    /// Says what will run. `compute` and `copies` are the seconds of a step that its kernel and its ways over the link
+    /// take.
     pub(crate) fn new(bench: &Bench, spin: &Spin, quick: bool, bytes: usize, compute: f64, copies: &[f64]) -> Self {
         let longest = copies.iter().copied().fold(compute, f64::max);
         let short = quick || bench.sim.is_some();
@@ -116,7 +119,7 @@ impl Case {
             compute * 1e6,
             copies.join(" and "),
         );
-        Self { bytes, steps, ticks: spin.ticks(compute), rounds, bound }
+        Self { bytes, steps, ticks: spin.ticks(compute), rounds, bound: (!short).then_some(bound) }
     }
 
     /// Microseconds of a step, from seconds of all.
@@ -134,12 +137,14 @@ impl Case {
         }
     }
 
-    /// As `row`, and whether it is what it must be: at least `least`.
+    /// As `row`; says so where the ratio is below `least`, which it must reach.
     pub(crate) fn judged(&self, case: impl Into<String>, ours: f64, raw: f64, peer: Option<f64>, least: f64) -> Row {
         let row = self.row(case, ours, Some(raw), peer);
         let ratio = raw / ours;
-        if ratio < least {
-            println!("  below {least}: {ratio:.4}, where {:.4} is the most", self.bound);
+        if let Some(bound) = self.bound
+            && ratio < least
+        {
+            println!("  below {least}: {ratio:.4}, where {bound:.4} is the most");
         }
         row
     }
@@ -226,8 +231,9 @@ impl Drop for Event {
     }
 }
 
-/// The same steps by raw calls alone, as somebody would write them who need not care for errors, memory or consumers: a stream for each way,
-/// events between them, and no wait on the host before the end. It shows what the hardware can overlap.
+/// The same steps by raw calls alone, as somebody would write them who need not care for errors, memory or consumers: a
+/// stream for each way, events between them, and no wait on the host before the end. It shows what the hardware can
+/// overlap.
 pub(crate) struct ByHand<'a> {
     bench: &'a Bench,
     spin: &'a Spin,
