@@ -1,6 +1,8 @@
 //! What the benches share: the device, the clock, raw memory, rows and their output.
 #![allow(dead_code)] // Each bench uses its part.
 
+pub(crate) mod overlap;
+
 use std::ffi::c_void;
 use std::sync::Arc;
 use std::time::Instant;
@@ -182,13 +184,21 @@ impl Raw {
     }
 
     pub(crate) fn up(&self, bench: &Bench) {
-        // SAFETY: both ends are `bytes` long and stay.
-        unsafe { check(sys::cuMemcpyHtoDAsync_v2(self.device, self.host, self.bytes, bench.stream.cu_stream())) };
+        self.up_on(&bench.stream);
     }
 
     pub(crate) fn down(&self, bench: &Bench) {
+        self.down_on(&bench.stream);
+    }
+
+    pub(crate) fn up_on(&self, stream: &CudaStream) {
+        // SAFETY: both ends are `bytes` long and stay.
+        unsafe { check(sys::cuMemcpyHtoDAsync_v2(self.device, self.host, self.bytes, stream.cu_stream())) };
+    }
+
+    pub(crate) fn down_on(&self, stream: &CudaStream) {
         // SAFETY: as above.
-        unsafe { check(sys::cuMemcpyDtoHAsync_v2(self.host, self.device, self.bytes, bench.stream.cu_stream())) };
+        unsafe { check(sys::cuMemcpyDtoHAsync_v2(self.host, self.device, self.bytes, stream.cu_stream())) };
     }
 }
 
