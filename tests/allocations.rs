@@ -50,11 +50,8 @@ fn an_item_costs_no_allocation_and_no_thread() {
     let items = std::env::var("TRANSFER_TENSOR_ITEMS").ok().and_then(|items| items.parse().ok()).unwrap_or(10_000);
     let stream = CudaContext::new(sim.as_ref().map_or(0, |sim| sim.ordinal())).unwrap().new_stream().unwrap();
     let device = Device::new(&stream).unwrap();
-    let pool: EgressPool<Arc<CudaSlice<u8>>, usize> = EgressPool::builder(&device)
-        .workers(3)
-        .capacity(32)
-        .consumer(|out: Output<HostTensor<u8>>| out.len())
-        .unwrap();
+    let pool: EgressPool<Arc<CudaSlice<u8>>, usize> =
+        EgressPool::builder(&device).workers(3).capacity(32).consumer(|out: Output<HostTensor<u8>>| out.len()).unwrap();
     let source: Arc<CudaSlice<u8>> = Arc::new(stream.alloc_zeros(4096).unwrap());
     let mut tickets = Vec::with_capacity(8);
     let mut run = |items: usize| {

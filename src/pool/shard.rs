@@ -28,7 +28,7 @@ pub(super) struct Shard<B> {
 struct Blocks<B> {
     /// Here, rather than behind a pointer: the allocator may put what belongs to two shards into one cache line.
     few: [Option<B>; 4],
-    /// By size; no list is empty.
+    /// By size. A list may be empty: it is kept, so that blocks that go in and out cost no allocation.
     rest: BTreeMap<usize, Vec<B>>,
 }
 
@@ -74,7 +74,8 @@ impl<B: Block> Locked<'_, B> {
     /// The size of the largest block; 0: there is none.
     pub(super) fn largest(&self) -> usize {
         let few = self.blocks.few.iter().flatten().map(B::capacity);
-        few.chain(self.blocks.rest.keys().next_back().copied()).max().unwrap_or(0)
+        let rest = self.blocks.rest.iter().rev().find(|(_, blocks)| !blocks.is_empty());
+        few.chain(rest.map(|(&size, _)| size)).max().unwrap_or(0)
     }
 
     /// The largest block, which is not to be used again.
@@ -96,14 +97,7 @@ impl<B: Block> Locked<'_, B> {
         let Blocks { few, rest } = &mut *self.blocks;
         let block = match few.iter_mut().find(|place| place.as_ref().is_some_and(|b| sizes.contains(&b.capacity()))) {
             Some(place) => place.take(),
-            None => {
-                let (&size, blocks) = rest.range_mut(sizes).next()?;
-                let block = blocks.pop();
-                if blocks.is_empty() {
-                    rest.remove(&size);
-                }
-                block
-            }
+            None => rest.range_mut(sizes).find_map(|(_, blocks)| blocks.pop()),
         }?;
         self.shard.idle.store(self.shard.idle().saturating_sub(block.capacity() as u64), Ordering::Relaxed);
         Some(block)
