@@ -55,7 +55,7 @@ pub enum OnError {
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub enum Stage {
-    /// It was taken, and its copies were submitted.
+    /// It was taken.
     Submitted {
         /// Bytes of the item.
         bytes: u64,
@@ -275,9 +275,10 @@ impl EgressPoolBuilder<'_> {
 }
 
 impl<S: EgressSource, R: Send + 'static> EgressPool<S, R> {
-    /// Takes a source, and submits its copies on a stream of the crate's own, so that the source's stream goes on meanwhile. Does not
+    /// Takes a source, whose copies run on streams of the crate's own, so that the source's stream goes on meanwhile. Does not
     /// wait for the device, except for a tensor whose host side is ordinary memory (made from a `Vec`, say), which is copied there and then;
-    /// for room, as [`when_full`](EgressPoolBuilder::when_full) says.
+    /// for room, as [`when_full`](EgressPoolBuilder::when_full) says. A slice is copied by the pool's threads while they are awake: what the
+    /// driver refuses then is the item's error.
     ///
     /// # Ordering
     /// See [`EgressSource`].
