@@ -87,11 +87,13 @@ impl<J> Queue<J> {
 
     /// Blocks until every job submitted so far is done, or `timeout` is over; whether it was.
     pub(crate) fn drain(&self, timeout: Duration) -> bool {
-        let deadline = Instant::now() + timeout;
+        let deadline = Instant::now().checked_add(timeout);
         let mut state = self.state.lock();
         while state.open > 0 {
-            if self.changed.wait_until(&mut state, deadline).timed_out() {
-                return state.open == 0;
+            match deadline {
+                Some(deadline) if self.changed.wait_until(&mut state, deadline).timed_out() => return state.open == 0,
+                Some(_) => {}
+                None => self.changed.wait(&mut state),
             }
         }
         true

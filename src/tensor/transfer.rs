@@ -109,12 +109,13 @@ impl<T: Element> Transfer<T> {
     /// # Errors
     /// As [`try_wait`](Transfer::try_wait).
     pub fn wait_timeout(mut self, timeout: Duration) -> Result<TransferTensor<T>, Refused<Self>> {
-        let deadline = Instant::now() + timeout;
+        let deadline = Instant::now().checked_add(timeout);
         let mut pause = Duration::from_micros(20);
         loop {
             match self.is_complete() {
-                Ok(false) if Instant::now() < deadline => {
-                    std::thread::sleep(pause.min(deadline.saturating_duration_since(Instant::now())));
+                Ok(false) if deadline.is_none_or(|deadline| Instant::now() < deadline) => {
+                    let left = deadline.map_or(pause, |deadline| deadline.saturating_duration_since(Instant::now()));
+                    std::thread::sleep(pause.min(left));
                     pause = (pause * 2).min(Duration::from_millis(1));
                 }
                 _ => return self.try_wait(),
