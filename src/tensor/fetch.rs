@@ -56,6 +56,7 @@ impl<S: Send + 'static> Fetch<S> {
         const SUBMIT: &str = "submitting to an egress pool";
         let (context, bytes) = (device.context(), elements * size_of::<T>());
         let submit = || {
+            let _range = crate::trace::range(c"download", bytes);
             let _bound = context.to_submit()?;
             producer.check_not_capturing(SUBMIT)?;
             let address = address(&mut source, &producer)?;
