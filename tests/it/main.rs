@@ -16,6 +16,7 @@ mod dtypes;
 mod egress;
 mod egress_edges;
 mod egress_ends;
+mod egress_reports;
 mod errors;
 mod existing;
 mod failing_calls;
