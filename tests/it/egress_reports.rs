@@ -97,44 +97,46 @@ fn events_keep_no_time() {
 /// R38: copies out, copies in and the work on the device are on three streams, so that each goes on while another is held.
 #[test]
 fn copies_out_copies_in_and_work_hold_up_none_of_the_others() {
-    let Some(gpu) = Gpu::simulated(H200).map(Gpu::keeping) else { return };
-    let sim = gpu.sim.as_ref().unwrap();
-    let (work, other) = (gpu.stream.clone(), gpu.another_stream());
-    let pool: EgressPool<CudaSlice<u8>> = builder(&gpu).tickets().unwrap();
-    let fill = |number: u64, rows: &mut [u8]| {
-        rows.fill(number as u8);
-        Ok::<_, ()>(1)
-    };
-    let mut batches = IngressPrefetcher::builder(&gpu.device, [1, LEN]).depth(2).fill(fill).unwrap();
-    // Three go round.
-    drop([batches.next(), batches.next(), batches.next()]);
-    drop(pool.submit(slice(&gpu, 0)).unwrap().wait().unwrap());
-    drop(pool.submit(other.clone_htod(&[0u8; LEN]).unwrap()).unwrap().wait().unwrap());
-    let (of_work, of_other) = (slice(&gpu, 1), other.clone_htod(&[2u8; LEN]).unwrap());
-    gpu.context.synchronize().unwrap();
-    sim.clear_calls();
-    let gate = gpu.gate(&work);
-    let late = pool.submit(of_work).unwrap();
-    assert_eq!(pool.submit(of_other).unwrap().wait().unwrap()[0], 2);
-    for _ in 0..4 {
-        // On the device, though the caller's stream is held.
-        let transfer = batches.next().unwrap().unwrap().into_tensor().to_device().unwrap();
-        drop(transfer.wait().unwrap());
-    }
-    let late = late.try_wait().unwrap_err();
-    assert!(late.error.is_not_ready());
-    gate.open();
-    assert_eq!(late.value.wait().unwrap()[0], 1);
-    let streams = |copies: &str| {
-        let calls = sim.calls().into_iter().filter(|call| call.name.starts_with(copies));
-        calls.map(|call| call.stream).collect::<BTreeSet<_>>()
-    };
-    let (up, down) = (streams("cuMemcpyHtoDAsync"), streams("cuMemcpyDtoHAsync"));
-    let callers = [&work, &other].map(|stream| stream.cu_stream() as u64).into();
-    assert!(!up.is_empty() && !down.is_empty());
-    assert!(up.is_disjoint(&down) && up.is_disjoint(&callers) && down.is_disjoint(&callers), "{up:?} {down:?}");
-    drop((pool, batches, work, other));
-    gpu.finish();
+    within(HANG, || {
+        let Some(gpu) = Gpu::simulated(H200).map(Gpu::keeping) else { return };
+        let sim = gpu.sim.as_ref().unwrap();
+        let (work, other) = (gpu.stream.clone(), gpu.another_stream());
+        let pool: EgressPool<CudaSlice<u8>> = builder(&gpu).tickets().unwrap();
+        let fill = |number: u64, rows: &mut [u8]| {
+            rows.fill(number as u8);
+            Ok::<_, ()>(1)
+        };
+        let mut batches = IngressPrefetcher::builder(&gpu.device, [1, LEN]).depth(2).fill(fill).unwrap();
+        // Three go round.
+        drop([batches.next(), batches.next(), batches.next()]);
+        drop(pool.submit(slice(&gpu, 0)).unwrap().wait().unwrap());
+        drop(pool.submit(other.clone_htod(&[0u8; LEN]).unwrap()).unwrap().wait().unwrap());
+        let (of_work, of_other) = (slice(&gpu, 1), other.clone_htod(&[2u8; LEN]).unwrap());
+        gpu.context.synchronize().unwrap();
+        sim.clear_calls();
+        let gate = gpu.gate(&work);
+        let late = pool.submit(of_work).unwrap();
+        assert_eq!(pool.submit(of_other).unwrap().wait().unwrap()[0], 2);
+        for _ in 0..4 {
+            // On the device, though the caller's stream is held.
+            let transfer = batches.next().unwrap().unwrap().into_tensor().to_device().unwrap();
+            drop(transfer.wait().unwrap());
+        }
+        let late = late.try_wait().unwrap_err();
+        assert!(late.error.is_not_ready());
+        gate.open();
+        assert_eq!(late.value.wait().unwrap()[0], 1);
+        let streams = |copies: &str| {
+            let calls = sim.calls().into_iter().filter(|call| call.name.starts_with(copies));
+            calls.map(|call| call.stream).collect::<BTreeSet<_>>()
+        };
+        let (up, down) = (streams("cuMemcpyHtoDAsync"), streams("cuMemcpyDtoHAsync"));
+        let callers = [&work, &other].map(|stream| stream.cu_stream() as u64).into();
+        assert!(!up.is_empty() && !down.is_empty());
+        assert!(up.is_disjoint(&down) && up.is_disjoint(&callers) && down.is_disjoint(&callers), "{up:?} {down:?}");
+        drop((pool, batches, work, other));
+        gpu.finish();
+    });
 }
 
 /// Panics when it wakes somebody.
@@ -273,7 +275,9 @@ fn slow_callers_code_holds_up_no_memory() {
                 out.0[0]
             })
             .unwrap();
-        let ticket = pool.submit((slice(&gpu, 1), gpu.on_device(&[2; LEN]))).unwrap();
+        let mut tensor = gpu.on_device(&[2; LEN]);
+        gpu.stream.memset_zeros(&mut tensor.device_mut(&gpu.stream).unwrap()).unwrap();
+        let ticket = pool.submit((slice(&gpu, 1), tensor)).unwrap();
         let fill = move |_: u64, rows: &mut [u8]| {
             load("source");
             rows.fill(1);
