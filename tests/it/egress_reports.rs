@@ -246,8 +246,9 @@ fn no_function_is_given_to_the_driver_and_memory_goes_round() {
         let before = sim.evidence();
         (3..11).for_each(&mut round);
         let after = sim.evidence();
-        let peaks = |of: &cuda_sim::Evidence| (of.device_bytes_peak, of.pinned_bytes_peak, of.registered_bytes_peak);
-        assert_eq!(peaks(&after), peaks(&before), "{profile}");
+        // How many batches there are at a time, up to three, is the threads' luck; what every round kept would be eight times as much.
+        let peak = |of: &cuda_sim::Evidence| of.device_bytes_peak + of.pinned_bytes_peak + of.registered_bytes_peak;
+        assert!(peak(&after) - peak(&before) <= 4 * MIB as u64, "{profile}: {before:?}, then {after:?}");
         assert_eq!(counts(sim, CALLBACKS), [0, 0], "{profile}");
         drop((pool, batches));
         gpu.finish();
