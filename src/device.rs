@@ -258,6 +258,7 @@ impl Device {
     /// # Errors
     /// `timeout` passed first.
     pub fn drain(&self, timeout: Duration) -> Result<()> {
+        let _range = crate::trace::wait(c"drain");
         if self.0.waiter.drain(timeout) { Ok(()) } else { Err(Error::new(crate::error::Kind::NotReady)) }
     }
 

@@ -196,7 +196,7 @@ impl<'a> Batch<'a> {
     /// written.
     pub fn run(self) -> Result<BatchReport> {
         self.check_context(self.stream)?;
-        let _range = crate::trace::range(c"batch", usize::try_from(self.report.bytes).unwrap_or(usize::MAX));
+        let _range = crate::trace::range(c"batch", self.report.bytes);
         let counted = self.work.run(self.device, self.stream)?;
         Ok(BatchReport { copies: counted.copies, calls: counted.calls, ..self.report })
     }

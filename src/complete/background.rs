@@ -27,6 +27,7 @@ impl Background {
         }
         let (sender, receiver) = channel::<Job>();
         let work = move || {
+            crate::trace::name_thread();
             for job in receiver {
                 // A panic in a caller's waker is his; the other jobs go on.
                 let _ = quietly(job);

@@ -124,6 +124,7 @@ impl std::fmt::Debug for Waiter {
 
 fn run(queue: &Queue<Job>) {
     ON_WAITER.set(true);
+    crate::trace::name_thread();
     let mut jobs: Vec<Job> = Vec::new();
     let mut pause = SHORTEST;
     let mut since = Instant::now();
@@ -180,7 +181,11 @@ fn step(mut job: Job, queue: &Queue<Job>) -> Option<Job> {
 fn block_elsewhere(pending: &Pending) -> Result<Arc<Mutex<Option<Result<()>>>>> {
     let answer = Arc::new(Mutex::new(None));
     let (pending, result) = (pending.clone(), answer.clone());
-    let wait = move || *result.lock() = Some(pending.wait());
+    let wait = move || {
+        crate::trace::name_thread();
+        let _range = crate::trace::wait(c"wait");
+        *result.lock() = Some(pending.wait());
+    };
     match std::thread::Builder::new().name("transfer-sync".into()).spawn(wait) {
         Ok(_detached) => Ok(answer),
         Err(error) => Err(Error::new(Kind::Thread { what: format!("transfer-sync: {error}") })),

@@ -92,6 +92,11 @@ impl Blocks {
         1 + bytes / WORTH_A_THREAD
     }
 
+    /// How many bytes the copy has.
+    pub(crate) fn bytes(&self) -> usize {
+        self.bytes
+    }
+
     /// The largest block.
     pub(crate) fn largest(&self) -> usize {
         self.block

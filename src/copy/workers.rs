@@ -156,6 +156,7 @@ impl Workers {
         let (own, seat) = (self.clone(), seat.clone());
         let work = move || {
             crate::os::sleep_precisely();
+            crate::trace::name_thread();
             own.work(&seat);
         };
         std::thread::Builder::new().name("transfer-copy".into()).spawn(work).is_ok()

@@ -24,7 +24,7 @@ impl Device {
     /// # Safety
     /// As [`Staging::up`].
     pub(crate) unsafe fn stage_up_scattered(&self, parts: &[Part], source: &dyn Source, stream: &Stream) -> Result<()> {
-        let _range = crate::trace::range(c"stage up", parts.iter().map(|part| part.source.len()).sum());
+        let _range = crate::trace::range(c"stage up", parts.iter().map(|part| part.source.len()).sum::<usize>());
         // SAFETY: the caller's.
         unsafe { self.staging().up(parts, source, &self.tuning(), stream).map(drop) }
     }
@@ -63,6 +63,7 @@ impl Device {
         if self.copies_pageable() {
             // SAFETY: the caller's; the wait ends the copy before the source can go.
             let submitted = unsafe { copy::host_to_device(target, source, bytes, stream) };
+            let _range = crate::trace::range(c"wait", bytes);
             return stream.synchronize().and(submitted);
         }
         // SAFETY: the caller's.
@@ -89,12 +90,14 @@ impl Device {
         if self.copies_pageable() {
             // SAFETY: the caller's; the wait ends the copy before the target is looked at.
             let submitted = unsafe { copy::device_to_host(target, source, bytes, stream) };
+            let _range = crate::trace::range(c"wait", bytes);
             return stream.synchronize().and(submitted);
         }
         // SAFETY: the caller's.
         match unsafe { HostSink::new(target, bytes) } {
             // SAFETY: the caller's.
             Some(sink) => unsafe {
+                let _range = crate::trace::range(c"stage down", bytes);
                 let fresh = (fresh && bytes >= MAPPED).then(|| sink.phase());
                 self.staging().down(&sink, fresh, source, bytes, &self.tuning(), stream).map(drop)
             },

@@ -1,5 +1,6 @@
 //! One context as this crate uses it: events, copy streams, what was leaked.
 
+use std::ffi::CStr;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
@@ -11,6 +12,7 @@ use super::call::{Bound, check};
 use super::load::Driver;
 use super::stream::Stream;
 use crate::error::{Error, Result};
+use crate::trace;
 
 /// Idle events that are kept for the next use; more than this many are destroyed.
 const IDLE_EVENTS: usize = 1024;
@@ -50,6 +52,24 @@ unsafe impl Sync for RawEvent {}
 pub(crate) enum Way {
     Up,
     Down,
+}
+
+impl Way {
+    /// What copies are called.
+    pub(crate) fn copies(self) -> &'static CStr {
+        match self {
+            Way::Up => c"upload",
+            Way::Down => c"download",
+        }
+    }
+
+    /// Of its copy stream.
+    fn name(self) -> &'static CStr {
+        match self {
+            Way::Up => c"transfer-up",
+            Way::Down => c"transfer-down",
+        }
+    }
 }
 
 impl Context {
@@ -152,15 +172,15 @@ impl Context {
         let slot = &mut streams[way as usize];
         let owned = match slot {
             Some(owned) => owned.clone(),
-            None => slot.insert(Arc::new(OwnedStream::new(&self.cuda)?)).clone(),
+            None => slot.insert(Arc::new(OwnedStream::new(&self.cuda, way.name())?)).clone(),
         };
         drop(streams);
         Ok(self.stream(owned))
     }
 
-    /// A stream of its own, which ends with its last handle.
-    pub(crate) fn fresh_stream(self: &Arc<Self>) -> Result<Stream> {
-        Ok(self.stream(Arc::new(OwnedStream::new(&self.cuda)?)))
+    /// A stream of its own, which ends with its last handle; with a name for profilers.
+    pub(crate) fn fresh_stream(self: &Arc<Self>, name: &'static CStr) -> Result<Stream> {
+        Ok(self.stream(Arc::new(OwnedStream::new(&self.cuda, name)?)))
     }
 
     fn stream(&self, owned: Arc<OwnedStream>) -> Stream {
@@ -190,12 +210,13 @@ unsafe impl Send for OwnedStream {}
 unsafe impl Sync for OwnedStream {}
 
 impl OwnedStream {
-    fn new(cuda: &Arc<CudaContext>) -> Result<Self> {
+    fn new(cuda: &Arc<CudaContext>, name: &'static CStr) -> Result<Self> {
         let _bound = Bound::enter(cuda)?;
         let mut raw = std::ptr::null_mut();
         let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
         // SAFETY: the context is current; the call writes one handle.
         check("cuStreamCreate", unsafe { sys::cuStreamCreate(&mut raw, flags) })?;
+        trace::name_stream(raw, name);
         Ok(Self { raw, cuda: cuda.clone() })
     }
 }

@@ -62,7 +62,7 @@ impl Lanes {
         state.turn = turn;
         let lane = (2 * at + turn) % LANES;
         while state.streams.len() <= lane {
-            state.streams.push(Arc::new(self.context.fresh_stream()?));
+            state.streams.push(Arc::new(self.context.fresh_stream(c"transfer-out")?));
         }
         Ok((lane, state.streams[lane].clone()))
     }

@@ -150,7 +150,8 @@ impl Rig {
         // SAFETY: the signature of the function's first version.
         let elapsed: ElapsedFn = unsafe { Driver::get()?.optional("cuEventElapsedTime") }
             .ok_or_else(|| Error::unsupported("calibration", "the driver has no cuEventElapsedTime"))?;
-        let (up, down) = (context.fresh_stream()?, context.fresh_stream()?);
+        let (up, down) =
+            (context.fresh_stream(c"transfer-measure-up")?, context.fresh_stream(c"transfer-measure-down")?);
         let events = [TimedEvent::new(context)?, TimedEvent::new(context)?];
         let memory = Memory {
             device: DeviceBlock::new(context, sizes.copied)?,

@@ -381,7 +381,10 @@ impl Transfer<'_> {
                 }
             }
         }
-        direct.map_or(Ok(()), |event| event.wait())
+        direct.map_or(Ok(()), |event| {
+            let _range = crate::trace::wait(c"wait");
+            event.wait()
+        })
     }
 
     fn down(&mut self, pieces: &[(At, HostTarget<'_>)], mut sorted: Vec<Placed>) -> Result<()> {
@@ -412,7 +415,10 @@ impl Transfer<'_> {
                 }
             }
         }
-        direct.map_or(Ok(()), |event| event.wait())
+        direct.map_or(Ok(()), |event| {
+            let _range = crate::trace::wait(c"wait");
+            event.wait()
+        })
     }
 
     /// Takes long pieces out that lie in page-locked memory (any memory, across a coherent link) and submits them; the event that

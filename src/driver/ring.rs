@@ -122,7 +122,10 @@ impl Ring {
             let sent = self.places.iter().enumerate().try_for_each(|(index, place)| {
                 // It stays there: if the wait fails, the slot is still in use.
                 let before = place.travels.lock().event.clone();
-                before.map_or(Ok(()), |event| event.wait_awake())?;
+                if let Some(event) = before {
+                    let _range = crate::trace::range(c"wait", self.blocks.largest());
+                    event.wait_awake()?;
+                }
                 self.send(place, index)
             });
             self.note(sent);
@@ -204,6 +207,7 @@ impl Ring {
             Way::Up => (index.wrapping_sub(self.places.len()), NAP_UP),
             Way::Down => (index, NAP_DOWN),
         };
+        let mut waits = None;
         loop {
             if place.open.load(Ordering::Acquire) == index {
                 return Ok(true);
@@ -222,6 +226,7 @@ impl Ring {
                 place.open.store(index, Ordering::Release);
                 return Ok(true);
             }
+            waits.get_or_insert_with(|| crate::trace::range(c"wait", block.len()));
             if self.awake {
                 (0..64).for_each(|_| std::hint::spin_loop());
             } else {

@@ -167,7 +167,9 @@ impl Transfer<'_> {
                 )?,
             }
         }
-        Event::record(self.device.context(), self.stream)?.wait()
+        let event = Event::record(self.device.context(), self.stream)?;
+        let _range = crate::trace::range(c"wait", self.geometry.bytes());
+        event.wait()
     }
 
     /// Submits some whole rows from or to where they are packed.

@@ -50,6 +50,7 @@ impl Slot {
     /// Waits for the copy that uses it, awake.
     pub(super) fn wait(&mut self) -> Result<()> {
         if let Some(event) = &self.busy {
+            let _range = crate::trace::range(c"wait", self.memory.len());
             event.wait_awake()?;
         }
         self.used(None);

@@ -88,6 +88,7 @@ impl Slot {
 
     fn idle(&mut self) -> Result<()> {
         if let Some(pending) = &self.busy {
+            let _range = crate::trace::wait(c"wait");
             pending.wait()?;
             self.busy = None;
         }
@@ -241,5 +242,6 @@ pub(super) fn rounds(range: Range<usize>, step: usize) -> impl Iterator<Item = R
 /// # Errors
 /// The device faulted, or the driver is gone.
 pub(crate) fn drain(device: &Device, stream: &Stream) -> Result<()> {
+    let _range = crate::trace::wait(c"wait");
     stream.synchronize().or_else(|_| synchronize(device.context().cuda()))
 }

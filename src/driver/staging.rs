@@ -24,6 +24,7 @@ use crate::copy::{STAGED_PIECE, Sink, Source, chunks};
 use crate::error::{Error, Result};
 use crate::plan::Tuning;
 use crate::pool::{PinnedBuffer, PinnedPool};
+use crate::trace;
 
 /// The threads of a copy up to this size wait for the link awake: a sleep takes longer than a piece of it.
 const AWAKE: usize = 64 << 20;
@@ -262,7 +263,9 @@ impl Staging {
                 arrivals.push((Event::record(&self.context, stream)?, piece));
             }
             for (event, piece) in arrivals {
+                let waits = trace::range(c"wait", piece.len());
                 event.wait_awake()?;
+                drop(waits);
                 let staged = slot.memory.get(piece.clone()).ok_or_else(|| Error::overflow("a staged piece"))?;
                 sink.take(piece.start, staged)?;
             }
@@ -296,7 +299,11 @@ impl Staging {
         let (ring, helpers) = (Arc::new(ring), blocks.threads - 1);
         let here = ring.clone();
         ring.begin();
-        Workers::get().run(helpers, Box::new(move || here.take_part()));
+        let take_part = move || {
+            let _range = trace::range(c"stage", blocks.bytes());
+            here.take_part();
+        };
+        Workers::get().run(helpers, Box::new(take_part));
         let mut error = ring.error();
         if error.is_none() {
             // Each has held a block, so what used it before has passed.

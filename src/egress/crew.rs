@@ -279,6 +279,7 @@ mod loom_tests {
                     .collect();
                 submit(&crew, &sky, 1);
                 crew.arrived(0, 0);
+                submit(&crew, &sky, 2);
                 // As a pool does, which waits until all is delivered.
                 while crew.is_flying() || crew.len() > 0 {
                     thread::yield_now();
@@ -286,7 +287,7 @@ mod loom_tests {
                 crew.close();
                 let mut all: Vec<u64> = threads.into_iter().flat_map(|thread| thread.join().unwrap()).collect();
                 all.sort_unstable();
-                assert_eq!(all, [0, 1]);
+                assert_eq!(all, [0, 1, 2]);
             });
         }
     }

@@ -9,6 +9,7 @@ use std::time::Instant;
 use crate::error::{Error, Kind, Result};
 use crate::pool::WhenFull;
 use crate::sync::{Condvar, Mutex};
+use crate::trace;
 
 #[derive(Debug)]
 pub(super) struct Gate {
@@ -53,6 +54,7 @@ impl Gate {
             WhenFull::Wait(most) => Instant::now().checked_add(most),
             _ => None,
         };
+        let mut waits = None;
         let mut state = self.state.lock();
         loop {
             if let Some(error) = &state.closed {
@@ -64,6 +66,9 @@ impl Gate {
                 state.items += 1;
                 state.open += 1;
                 return Ok(());
+            }
+            if when_full != WhenFull::Refuse {
+                waits.get_or_insert_with(|| trace::range(c"egress room", bytes));
             }
             let over = match (when_full, deadline) {
                 (WhenFull::Refuse, _) => true,
@@ -113,8 +118,10 @@ impl Gate {
 
     /// Blocks until no more than `rest` items are open, or until `deadline`; whether that is so.
     pub(super) fn wait_delivered(&self, rest: usize, deadline: Option<Instant>) -> bool {
+        let mut waits = None;
         let mut state = self.state.lock();
         while state.open > rest {
+            waits.get_or_insert_with(|| trace::wait(c"egress drain"));
             match deadline {
                 Some(deadline) => {
                     if self.delivered.wait_until(&mut state, deadline).timed_out() {

@@ -39,6 +39,7 @@ use crate::driver::lane::{Lane, Lanes};
 use crate::error::{Error, Kind, Refused, Result, quietly};
 use crate::order::Order;
 use crate::pool::WhenFull;
+use crate::trace;
 
 /// What an error of one item means for the others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -225,7 +226,10 @@ impl EgressPoolBuilder<'_> {
         self,
         consumer: impl Fn(Output<S::Output>) -> R + Send + Sync + 'static,
     ) -> Result<EgressPool<S, R>> {
-        self.build(Box::new(consumer))
+        self.build(Box::new(move |output: Output<S::Output>| {
+            let _range = trace::range(c"egress deliver", output.bytes());
+            consumer(output)
+        }))
     }
 
     /// A pool without a consumer of its own, and with one thread: tickets and [`Outputs`] give the outputs themselves.
@@ -234,7 +238,10 @@ impl EgressPoolBuilder<'_> {
     /// The thread can not be started.
     pub fn tickets<S: EgressSource>(mut self) -> Result<EgressPool<S>> {
         self.workers = 0;
-        self.build(Box::new(std::convert::identity))
+        self.build(Box::new(|output: Output<S::Output>| {
+            let _range = trace::range(c"egress deliver", output.bytes());
+            output
+        }))
     }
 
     fn build<S: EgressSource, R: Send + 'static>(self, consumer: Consumer<S::Output, R>) -> Result<EgressPool<S, R>> {
@@ -258,6 +265,7 @@ impl EgressPoolBuilder<'_> {
         for number in 0..=self.workers {
             let (shared, on_start) = (pool.shared.clone(), self.on_start.clone());
             let work = move || {
+                trace::name_thread();
                 if let Some(start) = on_start {
                     let _inside = Inside::start();
                     let _ = quietly(|| start(number));
@@ -355,6 +363,7 @@ impl<S: EgressSource, R: Send + 'static> Drop for EgressPool<S, R> {
             // This may be a worker, and even the item that the others wait for. They end when all is delivered.
             let shared = self.shared.clone();
             let end = move || {
+                trace::name_thread();
                 shared.gate.wait_delivered(0, None);
                 shared.crew.close();
                 shared.spare.close();

@@ -25,6 +25,11 @@ impl<O> Output<O> {
         self.number
     }
 
+    /// The room that it takes.
+    pub(super) fn bytes(&self) -> u64 {
+        self.permit.bytes()
+    }
+
     /// The value, which the pool does not count any more.
     pub fn into_inner(self) -> O {
         drop(self.permit);

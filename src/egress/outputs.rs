@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use crate::error::{Error, Kind, Result};
 use crate::order::{Order, Sorter};
 use crate::sync::{Condvar, Mutex};
+use crate::trace;
 
 /// One item's result.
 #[derive(Debug)]
@@ -102,10 +103,14 @@ impl<R> Outputs<R> {
     /// [`Error::is_not_ready`]: the time is over.
     pub fn next_timeout(&mut self, timeout: Duration) -> Result<Option<Delivered<R>>> {
         let deadline = Instant::now().checked_add(timeout);
+        let mut waits = None;
         let mut state = self.0.state.lock();
         loop {
             if let Some(next) = state.next() {
                 return Ok(next);
+            }
+            if !timeout.is_zero() {
+                waits.get_or_insert_with(|| trace::wait(c"egress wait"));
             }
             match deadline {
                 Some(deadline) if Instant::now() >= deadline => return Err(Error::new(Kind::NotReady)),
@@ -140,11 +145,13 @@ impl<R> Iterator for Outputs<R> {
     type Item = Delivered<R>;
 
     fn next(&mut self) -> Option<Delivered<R>> {
+        let mut waits = None;
         let mut state = self.0.state.lock();
         loop {
             if let Some(next) = state.next() {
                 return next;
             }
+            waits.get_or_insert_with(|| trace::wait(c"egress wait"));
             self.0.changed.wait(&mut state);
         }
     }

@@ -21,6 +21,7 @@ use crate::device::Device;
 use crate::driver::lane::{Asked, LANES, Lane, Lanes, Passed};
 use crate::error::{Error, Kind, Refused, Result, quietly};
 use crate::pool::WhenFull;
+use crate::trace;
 
 /// How long the leader asks again and again after the last news, ...
 const AWAKE: Duration = Duration::from_micros(60);
@@ -133,6 +134,7 @@ impl<S: EgressSource, R: Send + 'static> Shared<S, R> {
         channel: impl FnOnce() -> Option<(Arc<Channel<R>>, u64)>,
     ) -> Result<Ticket<R>, Refused<Option<S>>> {
         let bytes = source.bytes();
+        let _range = trace::range(c"egress submit", bytes);
         let when_full = if must_not_wait() { WhenFull::Refuse } else { when_full.unwrap_or(self.when_full) };
         if let Err(error) = self.gate.enter(bytes, when_full) {
             return Err(Refused { error, value: Some(source) });
@@ -166,7 +168,7 @@ impl<S: EgressSource, R: Send + 'static> Shared<S, R> {
             let number = state.stats.submitted;
             state.stats.submitted += 1;
             state.stats.in_flight += 1;
-            let (ticket, item) = Held::pair(&self.spare, number, channel);
+            let (ticket, item) = Held::pair(&self.spare, number, bytes, channel);
             if state.stopped.is_none() {
                 state.open.insert(number, item.item().clone());
             }
@@ -271,6 +273,7 @@ impl<S: EgressSource, R: Send + 'static> Shared<S, R> {
     fn landed(&self, flight: Flight<S, R>, passed: Result<Passed>) -> (u64, Arrived<S, R>) {
         let Flight { item, begun, permit, start } = flight;
         let (number, bytes) = (item.number, permit.bytes());
+        let _range = trace::range(c"egress landing", bytes);
         let inside = Inside::of(&self.gate, number);
         // A tag in it may be the caller's own.
         let landed = match passed {

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use super::outputs::Channel;
 use crate::error::{Error, Kind, Refused, Result};
 use crate::sync::{AtomicU64, Condvar, Mutex, Ordering};
+use crate::trace;
 
 /// An item under way. It gives what the consumer made of it, or the output itself: by [`wait`](Ticket::wait),
 /// [`try_wait`](Ticket::try_wait), [`wait_timeout`](Ticket::wait_timeout) or `.await` on any runtime.
@@ -73,12 +74,18 @@ impl<R> Spare<R> {
 /// One of the two hands in which an item is: the ticket's and the pool's. The last one to let go gives it back.
 pub(super) struct Held<R> {
     pub(super) number: u64,
+    bytes: trace::Bytes,
     item: Arc<Item<R>>,
 }
 
 impl<R> Held<R> {
     /// An item in two hands.
-    pub(super) fn pair(spare: &Arc<Spare<R>>, number: u64, channel: Option<(Arc<Channel<R>>, u64)>) -> (Self, Self) {
+    pub(super) fn pair(
+        spare: &Arc<Spare<R>>,
+        number: u64,
+        bytes: u64,
+        channel: Option<(Arc<Channel<R>>, u64)>,
+    ) -> (Self, Self) {
         let state = State { number, channel, phase: Phase::Open { cancelled: false, waker: None }, holders: 2 };
         let used = spare.items.lock().pop();
         let item = match used {
@@ -88,7 +95,8 @@ impl<R> Held<R> {
             }
             None => Arc::new(Item { state: Mutex::new(state), changed: Condvar::new(), spare: spare.clone() }),
         };
-        (Self { number, item: item.clone() }, Self { number, item })
+        let bytes = bytes.into();
+        (Self { number, bytes, item: item.clone() }, Self { number, bytes, item })
     }
 
     /// A look at it, which is no hand: it may become another item.
@@ -206,11 +214,13 @@ impl<R> Ticket<R> {
     /// # Errors
     /// The copy failed, the device faulted, the consumer panicked, the item was cancelled, or the pool was shut down before.
     pub fn wait(self) -> Result<R> {
+        let mut waits = None;
         let mut state = self.0.item.state.lock();
         loop {
             if let Some(result) = state.take() {
                 return result;
             }
+            waits.get_or_insert_with(|| trace::range(c"egress wait", self.0.bytes));
             self.0.item.changed.wait(&mut state);
         }
     }
@@ -229,10 +239,14 @@ impl<R> Ticket<R> {
     /// As [`try_wait`](Ticket::try_wait).
     pub fn wait_timeout(self, timeout: Duration) -> Result<R, Refused<Self>> {
         let deadline = Instant::now().checked_add(timeout);
+        let mut waits = None;
         let mut state = self.0.item.state.lock();
         let result = loop {
             if let Some(result) = state.take() {
                 break result;
+            }
+            if !timeout.is_zero() {
+                waits.get_or_insert_with(|| trace::range(c"egress wait", self.0.bytes));
             }
             match deadline {
                 Some(deadline) if Instant::now() >= deadline => break Err(Error::new(Kind::NotReady)),
@@ -278,7 +292,7 @@ mod loom_tests {
     #[test]
     fn who_waits_is_told_and_a_cancelled_item_is_not_begun() {
         loom::model(|| {
-            let (ticket, worker) = Held::pair(&Spare::new(1), 0, None);
+            let (ticket, worker) = Held::pair(&Spare::new(1), 0, 0, None);
             let ticket = Ticket::new(ticket);
             let worker = thread::spawn(move || {
                 let begun = worker.item.begin();
@@ -298,13 +312,13 @@ mod loom_tests {
     fn an_item_is_given_back_once_by_the_last_hand_and_is_a_new_one_then() {
         loom::model(|| {
             let spare = Spare::new(2);
-            let (ticket, worker) = Held::pair(&spare, 0, None);
+            let (ticket, worker) = Held::pair(&spare, 0, 0, None);
             let late = worker.item.clone();
             let worker = thread::spawn(move || worker.finish(Ok(7)));
             drop(ticket);
             worker.join().unwrap();
             assert_eq!(spare.items.lock().len(), 1);
-            let (ticket, _worker) = Held::pair(&spare, 1, None);
+            let (ticket, _worker) = Held::pair(&spare, 1, 0, None);
             // Who gives up the earlier one does not meet this.
             late.finish(0, Ok(9));
             assert!(Ticket::new(ticket).try_wait().is_err());

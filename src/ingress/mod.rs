@@ -25,6 +25,7 @@ use crate::element::Element;
 use crate::error::{Error, Kind, Result};
 use crate::layout::Shape;
 use crate::plan::Access;
+use crate::trace;
 
 /// Why a batch is not there.
 #[derive(Debug)]
@@ -213,7 +214,10 @@ impl IngressBuilder<'_> {
         for number in 0..threads {
             let shared = prefetcher.shared.clone();
             let name = format!("{}-{number}", self.name);
-            let thread = std::thread::Builder::new().name(name.clone()).spawn(move || shared.load());
+            let thread = std::thread::Builder::new().name(name.clone()).spawn(move || {
+                trace::name_thread();
+                shared.load();
+            });
             // Those that run end with the prefetcher, which is dropped here.
             let failed = |error| Error::new(Kind::Thread { what: format!("{name}: {error}") });
             prefetcher.threads.push(thread.map_err(failed)?);

@@ -19,6 +19,7 @@ use crate::layout::Shape;
 use crate::order::{Order, Sorter};
 use crate::plan::Access;
 use crate::tensor::TransferTensor;
+use crate::trace;
 
 /// Gives the next rows of an iterator: how many, 0 at the end.
 pub(super) type Items<T, E> = Box<dyn FnMut(&mut [T]) -> Result<usize, IngressError<E>> + Send>;
@@ -113,6 +114,7 @@ impl<T: Element, E: Send + 'static> Shared<T, E> {
         items: &mut Option<(u64, Items<T, E>)>,
     ) -> Result<Option<Loaded<T>>, IngressError<E>> {
         let mut tensor = tensor.map_or_else(|| self.make(), Ok).map_err(IngressError::Transfer)?;
+        let _range = trace::range(c"ingress load", tensor.bytes());
         let filled = self.fill(number, round, &mut tensor, items);
         match filled {
             Ok(rows) if rows > 0 => {
@@ -141,6 +143,7 @@ impl<T: Element, E: Send + 'static> Shared<T, E> {
         let filled = quietly(|| {
             // Waits until the device has read what was there before.
             let mut values = tensor.host_mut().map_err(IngressError::Transfer)?;
+            let _range = trace::range(c"ingress source", size_of_val::<[T]>(&values));
             match &self.source {
                 Source::Fill(fill) => fill(number, &mut values).map_err(IngressError::Source),
                 Source::Items(make) => {
@@ -200,6 +203,7 @@ impl<T: Element, E: Send + 'static> Shared<T, E> {
         }
         let (number, loaded) = state.loaded.take()?;
         state.taken += 1;
+        let _range = trace::range(c"ingress batch", loaded.as_ref().map_or(0, |loaded| loaded.tensor.bytes()));
         Some(Some(loaded.map(|Loaded { tensor, rows }| IngressBatch::new(tensor, number, rows, self.clone()))))
     }
 
@@ -211,6 +215,7 @@ impl<T: Element, E: Send + 'static> Shared<T, E> {
                 self.changed.notify_all();
                 return next;
             }
+            let _range = trace::wait(c"ingress wait");
             self.changed.wait(&mut state);
         }
     }

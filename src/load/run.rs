@@ -36,6 +36,7 @@ pub(super) fn run(mut load: Load<'_>) -> Result<Tensors> {
         })
     });
     let meter = Meter::new(total, progress);
+    let _range = crate::trace::range(c"load", total);
     let loaded = Job { load: &load, meter: &meter }.run(&tensors, total);
     match (loaded, meter.into_panic()) {
         (_, Some(panic)) => std::panic::resume_unwind(panic),

@@ -188,7 +188,10 @@ impl PinnedPool {
             options.reserve.iter().try_for_each(|&(bytes, count)| pool.reserve(bytes, count).map(drop))?;
         } else if !options.reserve.is_empty() {
             let own = pool.clone();
-            let work = move || options.reserve.iter().for_each(|&(bytes, count)| drop(own.reserve(bytes, count)));
+            let work = move || {
+                crate::trace::name_thread();
+                options.reserve.iter().for_each(|&(bytes, count)| drop(own.reserve(bytes, count)));
+            };
             // Without a thread the blocks are made when they are asked for.
             let _ = std::thread::Builder::new().name("transfer-pin".into()).spawn(work);
         }

@@ -100,6 +100,7 @@ impl<B: Block> Shelf<B> {
             // A time-out beyond what a clock can say is none.
             WhenFull::Wait(limit) => Instant::now().checked_add(limit),
         };
+        let _range = crate::trace::range(c"wait for room", capacity);
         let mut gate = self.gate.lock();
         self.waiting.fetch_add(1, Ordering::SeqCst);
         // Either this thread sees what was given up, or who did that sees this thread.

@@ -17,6 +17,7 @@ use crate::driver::memory::{adopt_slice, alloc_device, drop_bound};
 use crate::driver::{Context, Event, Stream, Way};
 use crate::element::{Element, bytes_of};
 use crate::error::{Error, Kind, Refused, Result};
+use crate::trace;
 
 /// The host's elements, and the slice of the device that holds the same.
 pub type BothEnds<T> = (Vec<T>, CudaSlice<T>);
@@ -34,6 +35,7 @@ struct Shared<T: Element> {
     ends: Mutex<Option<Result<Ends<T>>>>,
     done: Condvar,
     signal: Signal,
+    bytes: trace::Bytes,
 }
 
 struct Ends<T: Element> {
@@ -161,7 +163,8 @@ impl Device {
         host: Vec<T>,
         slice: CudaSlice<T>,
     ) -> Copying<T> {
-        let shared = Arc::new(Shared { ends: Mutex::new(None), done: Condvar::new(), signal: Signal::new() });
+        let bytes = trace::Bytes::from(slice.num_bytes());
+        let shared = Arc::new(Shared { ends: Mutex::new(None), done: Condvar::new(), signal: Signal::new(), bytes });
         let (mut teller, device) = (Teller(Some(shared.clone())), self.clone());
         let held = Held { slice: Some(slice), context: self.context().clone() };
         // A job that can not be sent is dropped, and its teller tells.
@@ -183,7 +186,9 @@ impl Device {
         if len == 0 {
             return Ok(Ends { host, device });
         }
+        let bytes = len * size_of::<T>();
         let copied = context.copy_stream(way).and_then(|lane| {
+            let _range = trace::range(way.copies(), bytes);
             let _bound = context.to_submit()?;
             lane.wait_for(start)?;
             let copied = match way {
@@ -196,6 +201,7 @@ impl Device {
                 Way::Down => unsafe { self.download_from(address, len, &lane) },
             };
             // Nothing runs on the slice when it is given back, whatever became of the copy.
+            let _range = trace::range(c"wait", bytes);
             let idle = Event::record(context, &lane).and_then(|event| event.wait());
             Ok((copied, idle.or_else(|_| lane.synchronize())))
         });
@@ -223,7 +229,9 @@ impl<T: Element> Copying<T> {
     /// The device faulted, there was no host memory, the driver refused a call, or (`bool`) a byte is no value of the type.
     pub fn wait(self) -> Result<BothEnds<T>> {
         let mut ends = self.shared.ends.lock();
+        let mut waits = None;
         while ends.is_none() {
+            waits.get_or_insert_with(|| trace::range(c"wait", self.shared.bytes));
             self.shared.done.wait(&mut ends);
         }
         given(ends.take())
@@ -244,7 +252,9 @@ impl<T: Element> Copying<T> {
     pub fn wait_timeout(self, timeout: Duration) -> Result<BothEnds<T>, Refused<Option<Self>>> {
         let deadline = Instant::now().checked_add(timeout);
         let mut ends = self.shared.ends.lock();
+        let mut waits = None;
         while ends.is_none() {
+            waits.get_or_insert_with(|| trace::range(c"wait", self.shared.bytes));
             let over = match deadline {
                 Some(deadline) => self.shared.done.wait_until(&mut ends, deadline).timed_out(),
                 None => {

@@ -103,6 +103,7 @@ impl<S: Source> Fetch<S> {
     /// The driver refused. Part of it may be under way.
     pub(crate) fn launch(&mut self) -> Result<()> {
         let (Some((_, target)), false) = (&self.ends, self.launched) else { return Ok(()) };
+        let _range = crate::trace::range(c"download", self.bytes);
         let _bound = self.device.context().to_submit()?;
         for event in self.after.iter_mut().filter_map(Option::take) {
             self.stream.wait_for(&event)?;

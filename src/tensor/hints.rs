@@ -39,6 +39,7 @@ impl<T: Element> TransferTensor<T> {
         stream.check_not_capturing("prefetch")?;
         // Noted as a read: the memory must not be freed under it, and its bytes do not change.
         let id = region.open(&stream, &(0..region.bytes()), false);
+        let _range = crate::trace::range(c"prefetch", region.bytes());
         managed::prefetch(device.context(), region.device()?, region.bytes(), location, &stream)?;
         region.close(id, Arc::new(Event::record(device.context(), &stream)?));
         Ok(())

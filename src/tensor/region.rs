@@ -139,6 +139,7 @@ impl Region {
                     self.track.lock().close(id, event);
                 }
                 _ => {
+                    let _range = crate::trace::range(c"wait", range.len());
                     pending.wait()?;
                     passed.push(id);
                 }
@@ -199,6 +200,10 @@ impl Region {
     /// Blocks until all has run that a guard let streams do that we do not know.
     pub(crate) fn wait_foreign(&self, guard: UseId) -> Result<()> {
         let pending = self.track.lock().foreign_of(guard);
+        if pending.is_empty() {
+            return Ok(());
+        }
+        let _range = crate::trace::range(c"wait", self.bytes());
         pending.iter().try_for_each(Pending::wait)
     }
 
@@ -254,6 +259,7 @@ impl Region {
 impl Drop for Region {
     fn drop(&mut self) {
         let Some(owner) = self.owner.take() else { return };
+        let bytes = self.bytes;
         let pending = self.track.get_mut().all();
         match self.on.take() {
             Some(device) => retire(&device, owner, pending),
@@ -262,6 +268,8 @@ impl Drop for Region {
             None => {
                 let owner = std::mem::ManuallyDrop::new(owner);
                 let wait = move || {
+                    crate::trace::name_thread();
+                    let _range = crate::trace::range(c"wait", bytes);
                     if pending.iter().try_for_each(Pending::wait).is_ok() {
                         drop(std::mem::ManuallyDrop::into_inner(owner));
                     }

@@ -12,6 +12,7 @@ use crate::driver::memory::{alloc_device, read_address, write_address};
 use crate::element::{DType, Element, bytes_of, validate};
 use crate::error::{Error, Kind, Result};
 use crate::os::advise_huge;
+use crate::trace;
 
 /// Device memory that is there for sure: cudarc's slices and views, and this crate's guards. Anybody may implement cudarc's
 /// `DevicePtr`, and give whatever address he likes.
@@ -65,8 +66,9 @@ impl Device {
         if source.is_empty() {
             return Ok(());
         }
-        let _bound = self.context().to_submit()?;
         let bytes = bytes_of(source);
+        let _range = trace::range(c"upload", bytes.len());
+        let _bound = self.context().to_submit()?;
         write_address(self.context(), target, &queue, |to| {
             // SAFETY: the target is as long and borrowed exclusively, `queue` comes after its uses, and cudarc is told that it
             // was used there; the source is borrowed until the return.
@@ -133,6 +135,7 @@ impl Device {
         if source.is_empty() {
             return Ok(Vec::new());
         }
+        let _range = trace::range(c"download", source.len().saturating_mul(size_of::<T>()));
         let _bound = self.context().to_submit()?;
         read_address(self.context(), source, &queue, |from| {
             // SAFETY: the source is borrowed and `queue` comes after its writes.
@@ -177,6 +180,7 @@ impl Device {
         if bytes == 0 {
             return Ok(());
         }
+        let _range = trace::range(c"download", bytes);
         let _bound = self.context().to_submit()?;
         read_address(self.context(), source, &queue, |from| {
             // SAFETY: the source is borrowed and `queue` comes after its writes; the target is the caller's word.

@@ -269,6 +269,7 @@ impl Store {
         if state.shared {
             if !io_coherent(device) && !state.unfenced.within(range).is_empty() {
                 // The host's writes become visible to the device at a synchronisation (CUDA for Tegra, I/O coherency).
+                let _range = trace::range(c"wait", range.len());
                 stream.synchronize()?;
                 state.unfenced.remove(range);
             }

@@ -13,6 +13,7 @@ use crate::complete::Signal;
 use crate::driver::{Pending, Way};
 use crate::element::Element;
 use crate::error::{Error, Kind, Refused, Result};
+use crate::trace;
 
 /// A transfer under way. It owns the tensor, which comes back from [`wait`](Transfer::wait),
 /// [`try_wait`](Transfer::try_wait) or `.await`.
@@ -88,6 +89,7 @@ impl<T: Element> Transfer<T> {
     /// # Errors
     /// The device faulted; the tensor comes back, and what the host has of it can still be read where it was current.
     pub fn wait(mut self) -> Result<TransferTensor<T>, Refused<TransferTensor<T>>> {
+        let _range = (!self.pending.is_empty()).then(|| trace::range(c"wait", self.bytes()));
         let waited = self.pending.iter().try_for_each(Pending::wait);
         self.finish(waited)
     }
@@ -110,15 +112,19 @@ impl<T: Element> Transfer<T> {
     /// As [`try_wait`](Transfer::try_wait).
     pub fn wait_timeout(mut self, timeout: Duration) -> Result<TransferTensor<T>, Refused<Self>> {
         let deadline = Instant::now().checked_add(timeout);
-        let mut pause = Duration::from_micros(20);
+        let (mut pause, mut waits) = (Duration::from_micros(20), None);
         loop {
             match self.is_complete() {
                 Ok(false) if deadline.is_none_or(|deadline| Instant::now() < deadline) => {
+                    waits.get_or_insert_with(|| trace::range(c"wait", self.bytes()));
                     let left = deadline.map_or(pause, |deadline| deadline.saturating_duration_since(Instant::now()));
                     std::thread::sleep(pause.min(left));
                     pause = (pause * 2).min(Duration::from_millis(1));
                 }
-                _ => return self.try_wait(),
+                _ => {
+                    drop(waits);
+                    return self.try_wait();
+                }
             }
         }
     }
@@ -139,16 +145,26 @@ impl<T: Element> Transfer<T> {
         }
     }
 
+    fn bytes(&self) -> usize {
+        self.tensor.as_ref().map_or(0, TransferTensor::bytes)
+    }
+
     /// Asks the waiter to tell when all has passed.
     fn signal(&mut self) -> Arc<Signal> {
         if let Some(signal) = &self.signal {
             return signal.clone();
         }
-        let signal = Arc::new(Signal::new());
+        let (signal, bytes) = (Arc::new(Signal::new()), self.bytes());
         let told = signal.clone();
         let device = self.tensor.as_ref().and_then(|tensor| tensor.device_handle().cloned());
         let submitted = match device {
-            Some(device) => device.waiter().submit(self.pending.clone(), Box::new(move |result| told.set(result))),
+            Some(device) => {
+                let then = move |result| {
+                    let _range = trace::range(c"deliver", bytes);
+                    told.set(result);
+                };
+                device.waiter().submit(self.pending.clone(), Box::new(then))
+            }
             None => {
                 told.set(Ok(()));
                 Ok(())

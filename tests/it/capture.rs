@@ -13,12 +13,12 @@ use crate::support::{Gpu, H200, SPARK};
 use sys::CUstreamCaptureMode::{CU_STREAM_CAPTURE_MODE_GLOBAL, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL};
 
 /// A capture that is running.
-struct Capture<'a> {
+pub(crate) struct Capture<'a> {
     stream: &'a Arc<CudaStream>,
 }
 
 impl<'a> Capture<'a> {
-    fn begin(stream: &'a Arc<CudaStream>, mode: sys::CUstreamCaptureMode) -> Self {
+    pub(crate) fn begin(stream: &'a Arc<CudaStream>, mode: sys::CUstreamCaptureMode) -> Self {
         stream.context().bind_to_thread().unwrap();
         // SAFETY: a live stream.
         assert_eq!(code(unsafe { sys::cuStreamBeginCapture_v2(stream.cu_stream(), mode) }), 0);
@@ -26,7 +26,7 @@ impl<'a> Capture<'a> {
     }
 
     /// How many nodes it has; fails if something broke it.
-    fn end(self) -> usize {
+    pub(crate) fn end(self) -> usize {
         let (mut graph, mut nodes) = (null_mut(), 0);
         // SAFETY: a live stream, then a live graph, and valid places for the answers.
         unsafe {

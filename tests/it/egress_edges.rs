@@ -316,7 +316,13 @@ fn a_kept_output_keeps_no_device_memory() {
     let before = frees();
     let out = pool.submit(source).unwrap().wait().unwrap();
     assert_eq!((frees() - before, out[0]), (1, 1));
-    drop((pool, out));
+    let tensors: EgressPool<TransferTensor<u8>> = EgressPool::builder(&gpu.device).tickets().unwrap();
+    let mut tensor = gpu.device.tensor().strategy(Strategy::Streamed).zeros::<u8>([LEN]).unwrap();
+    drop(tensor.device_mut(&gpu.stream).unwrap());
+    let before = frees();
+    let tensor = tensors.submit(tensor).unwrap().wait().unwrap();
+    assert_eq!((frees() - before, tensor[0]), (1, 0));
+    drop((pool, out, tensors, tensor));
     gpu.finish();
 }
 

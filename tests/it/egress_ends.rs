@@ -93,6 +93,22 @@ fn dropping_a_pool_loses_nothing() {
     assert!(opener.opened() && counted.load(Ordering::SeqCst) == 4);
     drop(opener);
 
+    // Tensors, for which the device's waiter waits rather than the pool's threads.
+    let kernels = gpu.kernels();
+    let (count, tensors) = (counted.clone(), [1, 2].map(|_| gpu.on_device(&[0; LEN])));
+    let consumer = move |_: Output<Bytes>| count.fetch_add(1, Ordering::SeqCst);
+    let pool: EgressPool<TransferTensor<u8>, usize> = builder(&gpu).consumer(consumer).unwrap();
+    pool.submit(gpu.on_device(&[0; LEN])).unwrap().wait().unwrap();
+    gpu.context.synchronize().unwrap();
+    let opener = gpu.gate(&gpu.stream).open_later();
+    for mut tensor in tensors {
+        kernels.fill(&gpu.stream, &mut tensor.device_mut(&gpu.stream).unwrap(), 1);
+        drop(pool.submit(tensor).unwrap());
+    }
+    drop(pool);
+    assert!(opener.opened() && counted.load(Ordering::SeqCst) == 7);
+    drop((opener, kernels));
+
     type Own = std::sync::Mutex<Option<EgressPool<CudaSlice<u8>, ()>>>;
     let own: Arc<Own> = Arc::default();
     let (inside, count) = (own.clone(), counted.clone());
@@ -106,7 +122,7 @@ fn dropping_a_pool_loses_nothing() {
     *place = Some(pool);
     drop(place);
     tickets.into_iter().for_each(|ticket| ticket.wait().unwrap());
-    assert_eq!(counted.load(Ordering::SeqCst), 7);
+    assert_eq!(counted.load(Ordering::SeqCst), 10);
     until(|| Arc::strong_count(&own) == 1);
     gpu.finish();
 }

@@ -81,6 +81,33 @@ fn while_one_consumes_another_brings_in_the_next() {
     gpu.finish();
 }
 
+/// What comes at once is consumed at once, by as many as may.
+#[test]
+fn consumers_meet_over_what_comes_together() {
+    let gpu = Gpu::any(H200).keeping();
+    let here = Arc::new((std::sync::Mutex::new(0), std::sync::Condvar::new()));
+    let consumer = {
+        let here = here.clone();
+        move |_: Output<Bytes>| {
+            let mut count = here.0.lock().unwrap();
+            *count += 1;
+            here.1.notify_all();
+            *here.1.wait_timeout_while(count, HANG / 4, |count| *count < 3).unwrap().0
+        }
+    };
+    let pool: EgressPool<CudaSlice<u8>, i32> = builder(&gpu).workers(3).consumer(consumer).unwrap();
+    let sources = [1, 2, 3].map(|value| slice(&gpu, value));
+    gpu.context.synchronize().unwrap();
+    let gate = gpu.gate(&gpu.stream);
+    let tickets = sources.map(|source| pool.submit(source).unwrap());
+    drop(gate);
+    for ticket in tickets {
+        assert_eq!(ticket.wait_timeout(HANG).unwrap(), 3, "one waited for another");
+    }
+    drop(pool);
+    gpu.finish();
+}
+
 /// A pool that never sleeps delivers, and ends.
 #[test]
 fn an_awake_pool_delivers_and_ends() {

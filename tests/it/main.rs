@@ -17,6 +17,7 @@ mod egress;
 mod egress_edges;
 mod egress_ends;
 mod egress_lanes;
+mod egress_reports;
 mod errors;
 mod existing;
 mod failing_calls;
