@@ -13,7 +13,7 @@ mod common;
 use std::ffi::c_void;
 use std::time::{Duration, Instant};
 
-use common::{Args, Bench, Raw, Row, check, human, medians, print, write};
+use common::{Args, Bench, Raw, Row, check, cpu_time, human, medians, print, write};
 use transfer_tensor::cudarc::driver::{CudaSlice, sys};
 use transfer_tensor::{Access, Backing, Device, Strategy, TransferTensor};
 
@@ -447,17 +447,4 @@ fn busy(long: Duration, run: &mut dyn FnMut()) -> f64 {
         run();
     }
     (cpu_time() - before).as_secs_f64() / start.elapsed().as_secs_f64()
-}
-
-/// What all threads of this process have computed.
-fn cpu_time() -> Duration {
-    #[cfg(target_os = "linux")]
-    {
-        let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-        // SAFETY: the call writes one time.
-        assert_eq!(unsafe { libc::clock_gettime(libc::CLOCK_PROCESS_CPUTIME_ID, &mut time) }, 0);
-        Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
-    }
-    #[cfg(not(target_os = "linux"))]
-    Duration::ZERO
 }

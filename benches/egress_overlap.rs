@@ -1,6 +1,6 @@
 //! How much of the copying of results is hidden behind the computing of the next ones.
 //!
-//!     cargo bench --bench egress_overlap -- [--quick] [--json FILE]
+//!     cargo bench --bench egress_overlap -- [--quick] [--cpu] [--json FILE]
 //!
 //! A step launches a kernel that takes a given time and touches nothing, and submits a result to an `EgressPool`:
 //! *ring*, a buffer that was there before and is never written, or *fresh*, one that the step allocates in stream
@@ -20,16 +20,19 @@
 //! link is the bound and not *raw*, so that ratio is there to be seen beside *link*, the same copies both ways at once
 //! without kernels (in the column of *ours*).
 //!
+//! `--cpu` tells instead what a pool of 4 workers computes, all threads together, while it has nothing to do, and while its one item waits
+//! for a kernel of two seconds.
+//!
 //! Without a GPU the simulated H200 runs: the copies are this CPU's, the kernel sleeps, and no ratio means anything.
 
 mod common;
 
 use std::convert::Infallible;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use common::overlap::{ByHand, Case, PATIENCE, RATIOS, Spin, medians, one_copy};
-use common::{Args, Bench, Failure, Raw, Row, print, write};
+use common::{Args, Bench, Failure, Raw, Row, cpu_time, print, write};
 use transfer_tensor::cudarc::driver::{CudaSlice, sys};
 use transfer_tensor::{Device, EgressPool, EgressSource, HostTensor, IngressPrefetcher, Output};
 
@@ -38,7 +41,7 @@ const SIZES: [usize; 3] = [1 << 20, 16 << 20, 256 << 20];
 const JUDGED: usize = 16 << 20;
 
 fn main() -> Result<(), Failure> {
-    let args = Args::read(&[], &[])?;
+    let args = Args::read(&["--cpu"], &[])?;
     let bench = Bench::open("x86_h200_sxm_gen5")?;
     match &bench.sim {
         Some(_) => println!("no GPU: the simulated {}, few steps; wall clock", bench.device.platform().name()),
@@ -51,12 +54,48 @@ fn main() -> Result<(), Failure> {
         print(&row);
         rows.push(row);
     };
+    if args.has("--cpu") {
+        cpu(&bench, &spin, &mut add)?;
+        return write(&args, &rows);
+    }
     let most = if bench.sim.is_some() { 16 << 20 } else { usize::MAX };
     for bytes in SIZES.into_iter().filter(|&bytes| bytes <= most) {
         out(&bench, &spin, bytes, args.quick, &mut add)?;
     }
     all_three(&bench, &spin, args.quick, &mut add)?;
     write(&args, &rows)
+}
+
+/// What a pool costs that waits.
+fn cpu(bench: &Bench, spin: &Spin, add: &mut dyn FnMut(Row)) -> Result<(), Failure> {
+    const LONG: Duration = Duration::from_secs(2);
+    let pool: EgressPool<Arc<CudaSlice<u8>>, usize> =
+        EgressPool::builder(&bench.device).workers(4).consumer(|out: Output<HostTensor<u8>>| out.len())?;
+    let source: Arc<CudaSlice<u8>> = Arc::new(bench.stream.alloc_zeros(4 << 10)?);
+    pool.submit(source.clone()).map_err(|refused| refused.error)?.wait()?;
+    let mut row = |case: &str, busy: Duration| {
+        let share = busy.as_secs_f64() / LONG.as_secs_f64() * 100.0;
+        add(Row {
+            case: case.into(),
+            bytes: 4 << 10,
+            ours: share,
+            raw: None,
+            peer: None,
+            ratio: None,
+            unit: "% of a core",
+            clock: "wall",
+        });
+    };
+    let before = cpu_time();
+    std::thread::sleep(LONG);
+    row("CPU, an idle pool", cpu_time() - before);
+    spin.launch(spin.ticks(LONG.as_secs_f64()));
+    let before = cpu_time();
+    let ticket = pool.submit(source).map_err(|refused| refused.error)?;
+    // The item's own delivery is part of it.
+    ticket.wait()?;
+    row("CPU, a pool that waits for the device", cpu_time() - before);
+    Ok(())
 }
 
 /// Has the driver keep what is freed in stream order, as programs do that allocate in a loop: else it is given back to

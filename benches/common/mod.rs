@@ -5,7 +5,7 @@ pub(crate) mod overlap;
 
 use std::ffi::c_void;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use transfer_tensor::cudarc::driver::{CudaContext, CudaStream, sys};
 use transfer_tensor::{Device, Tuning};
@@ -260,4 +260,17 @@ pub(crate) fn write(args: &Args, rows: &[Row]) -> Result<(), Failure> {
         std::fs::write(path, serde_json::to_string_pretty(rows)?)?;
     }
     Ok(())
+}
+
+/// What all threads of this process have computed.
+pub(crate) fn cpu_time() -> Duration {
+    #[cfg(target_os = "linux")]
+    {
+        let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+        // SAFETY: the call writes one time.
+        assert_eq!(unsafe { libc::clock_gettime(libc::CLOCK_PROCESS_CPUTIME_ID, &mut time) }, 0);
+        Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
+    }
+    #[cfg(not(target_os = "linux"))]
+    Duration::ZERO
 }
