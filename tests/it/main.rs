@@ -14,6 +14,7 @@ mod copying;
 mod driver_answers;
 mod dtypes;
 mod egress;
+mod egress_attack;
 mod egress_edges;
 mod egress_ends;
 mod egress_lanes;

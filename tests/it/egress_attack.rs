@@ -1,0 +1,356 @@
+//! The egress pool attacked: one thread for all, refused copies of what a thread's default stream makes, captures that begin while a copy
+//! is under way, forks, wakers that run a caller's code.
+#![allow(clippy::type_complexity)] // What a pool takes is spelled out.
+
+use std::sync::{Arc, Mutex};
+use std::task::{Context, Wake, Waker};
+use std::time::{Duration, Instant};
+
+use transfer_tensor::cudarc::driver::{CudaContext, CudaSlice, sys};
+use transfer_tensor::{EgressPool, HostTensor, Output, Stage, Ticket, TransferTensor};
+
+use crate::egress::{LEN, builder, slice};
+use crate::support::{Gpu, H200, HANG, within};
+
+const LIMIT: Duration = Duration::from_secs(5);
+
+type Bytes = HostTensor<u8>;
+
+/// What a ticket gives in time. If it does not, the pool is forgotten: it would hang, too.
+#[track_caller]
+fn in_time<S, R>(pool: EgressPool<S, R>, ticket: Ticket<R>) -> (EgressPool<S, R>, R)
+where
+    S: transfer_tensor::EgressSource,
+    R: Send + 'static,
+{
+    match ticket.wait_timeout(LIMIT) {
+        Ok(out) => (pool, out),
+        Err(refused) => {
+            let stats = pool.stats();
+            std::mem::forget((pool, refused.value));
+            panic!("{}: {stats:?}", refused.error);
+        }
+    }
+}
+
+/// A tensor comes by the device's waiter; the pool's only thread does nothing but ask for slices.
+#[test]
+fn an_awake_pool_of_one_thread_consumes_what_it_did_not_ask_for() {
+    let gpu = Gpu::any(H200).keeping();
+    let pool: EgressPool<TransferTensor<u8>> = builder(&gpu).low_latency(true).tickets().unwrap();
+    let ticket = pool.submit(gpu.on_device(&[3; LEN])).unwrap();
+    let (pool, out) = in_time(pool, ticket);
+    assert_eq!(out[0], 3);
+    drop((pool, out));
+    gpu.finish();
+}
+
+/// The only thread asks for a slice of a stream that is held; an item that waits for nothing goes past it.
+#[test]
+fn what_was_not_asked_for_is_not_held_up_by_what_is() {
+    let gpu = Gpu::any(H200).keeping();
+    let pool: EgressPool<Vec<CudaSlice<u8>>> = builder(&gpu).tickets().unwrap();
+    drop(pool.submit(vec![slice(&gpu, 0)]).unwrap().wait().unwrap());
+    drop(pool.submit(vec![]).unwrap().wait().unwrap());
+    let source = slice(&gpu, 1);
+    gpu.context.synchronize().unwrap();
+    let gate = gpu.gate(&gpu.stream);
+    let held = pool.submit(vec![source]).unwrap();
+    let ticket = pool.submit(vec![]).unwrap();
+    let (pool, out) = in_time(pool, ticket);
+    assert!(out.is_empty());
+    gate.open();
+    assert_eq!(held.wait_timeout(HANG).unwrap()[0][0], 1);
+    drop((pool, out));
+    gpu.finish();
+}
+
+/// A large copy of another stream, whose end the leader sleeps for, is none of a small one's business.
+#[test]
+fn a_small_copy_does_not_wait_for_the_estimate_of_a_large_one() {
+    let gpu = Gpu::any(H200).keeping();
+    // What lies between waking the leader and submitting takes a while.
+    let slow = |_, stage: Stage| {
+        if matches!(stage, Stage::Submitted { bytes: 64 }) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    };
+    let pool: EgressPool<CudaSlice<u8>> = builder(&gpu).budget(u64::MAX).observer(slow).tickets().unwrap();
+    let streams = [gpu.another_stream(), gpu.another_stream()];
+    let large = 512 << 20;
+    let mut taken = Vec::new();
+    for round in 0..5 {
+        let (big, small) = (streams[0].alloc_zeros::<u8>(large).unwrap(), streams[1].clone_htod(&[2u8; 64]).unwrap());
+        gpu.context.synchronize().unwrap();
+        let gate = gpu.gate(&streams[0]);
+        let held = pool.submit(big).unwrap();
+        std::thread::sleep(Duration::from_millis(1));
+        let start = Instant::now();
+        let out = pool.submit(small).unwrap().wait_timeout(HANG).unwrap();
+        // The first ones begin threads and allocate.
+        if round > 1 {
+            taken.push(start.elapsed());
+        }
+        gate.open();
+        drop((out, held.wait_timeout(HANG).unwrap()));
+    }
+    taken.sort();
+    // No link takes less than 6 ms for the large one.
+    assert!(taken[0] < Duration::from_millis(4), "{taken:?}");
+    drop((pool, streams));
+    gpu.finish();
+}
+
+/// What is dropped because its copy was refused is freed after what its thread's default stream was given.
+#[test]
+fn a_refused_slice_of_a_threads_default_stream_is_freed_after_its_kernels() {
+    let Some(_) = Gpu::simulated(H200) else { return };
+    let gpu = Gpu::on_stream(H200, CudaContext::per_thread_stream).keeping();
+    let sim = gpu.sim.as_ref().unwrap();
+    let pool: EgressPool<Vec<CudaSlice<u8>>> = builder(&gpu).low_latency(true).tickets().unwrap();
+    drop(pool.submit(vec![slice(&gpu, 0), slice(&gpu, 0)]).unwrap().wait().unwrap());
+    let (first, mut second) = (slice(&gpu, 1), slice(&gpu, 2));
+    let other = gpu.another_context().new_stream().unwrap();
+    gpu.context.synchronize().unwrap();
+    let gate = gpu.gate(&gpu.stream);
+    gpu.stream.memset_zeros(&mut second).unwrap();
+    sim.fail_nth("cuMemcpyDtoHAsync", 1, 999);
+    let ticket = pool.submit(vec![first, second]).unwrap();
+    assert_eq!(ticket.wait_timeout(HANG).unwrap_err().error.driver_code(), Some(999));
+    // What is freed is handed out first.
+    let taken: Vec<_> = (0..4).map(|_| other.clone_htod(&[8u8; LEN]).unwrap()).collect();
+    other.synchronize().unwrap();
+    gate.open();
+    gpu.context.synchronize().unwrap();
+    for taken in &taken {
+        assert_eq!(other.clone_dtoh(taken).unwrap(), [8; LEN], "freed under a kernel");
+    }
+    drop((pool, taken, other));
+    gpu.finish();
+}
+
+/// A capture that begins while a copy is under way gets nothing of ours, and the slice is freed after it.
+#[test]
+fn a_slice_that_lands_while_its_stream_is_captured_does_not_break_that() {
+    let gpu = Gpu::any(H200).keeping();
+    let pool: EgressPool<CudaSlice<u8>> = builder(&gpu).tickets().unwrap();
+    drop(pool.submit(slice(&gpu, 0)).unwrap().wait().unwrap());
+    let source = slice(&gpu, 1);
+    gpu.context.synchronize().unwrap();
+    let gate = gpu.gate(&gpu.stream);
+    let ticket = pool.submit(source).unwrap();
+    gpu.stream.begin_capture(sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL).unwrap();
+    gate.open();
+    let out = ticket.wait_timeout(LIMIT).unwrap();
+    assert_eq!(out[0], 1);
+    let mut graph = std::ptr::null_mut();
+    // SAFETY: a live stream, and a place for the graph.
+    let (ended, nodes) = unsafe {
+        let ended = sys::cuStreamEndCapture(gpu.stream.cu_stream(), &raw mut graph) as u32;
+        let mut nodes = 0;
+        if ended == 0 && !graph.is_null() {
+            assert_eq!(sys::cuGraphGetNodes(graph, std::ptr::null_mut(), &raw mut nodes) as u32, 0);
+            assert_eq!(sys::cuGraphDestroy(graph) as u32, 0);
+        }
+        (ended, nodes)
+    };
+    assert_eq!((ended, nodes), (0, 0), "something of ours got into the capture");
+    assert_eq!(gpu.device.stats().free_errors, 0);
+    drop((pool, out));
+    gpu.finish();
+}
+
+/// The same for a slice that others had, too.
+#[test]
+fn a_shared_slice_that_lands_while_its_stream_is_captured_does_not_break_that() {
+    for per_thread in [false, true] {
+        let gpu =
+            if per_thread { Gpu::on_stream(H200, CudaContext::per_thread_stream) } else { Gpu::any(H200) }.keeping();
+        let pool: EgressPool<Arc<CudaSlice<u8>>> = builder(&gpu).tickets().unwrap();
+        drop(pool.submit(Arc::new(slice(&gpu, 0))).unwrap().wait().unwrap());
+        let source = Arc::new(slice(&gpu, 1));
+        gpu.context.synchronize().unwrap();
+        let gate = gpu.gate(&gpu.stream);
+        let ticket = pool.submit(source).unwrap();
+        gpu.stream.begin_capture(sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL).unwrap();
+        gate.open();
+        let out = ticket.wait_timeout(LIMIT).unwrap();
+        assert_eq!(out[0], 1);
+        let mut graph = std::ptr::null_mut();
+        // SAFETY: a live stream, and a place for the graph.
+        let (ended, nodes) = unsafe {
+            let ended = sys::cuStreamEndCapture(gpu.stream.cu_stream(), &raw mut graph) as u32;
+            let mut nodes = 0;
+            if ended == 0 && !graph.is_null() {
+                assert_eq!(sys::cuGraphGetNodes(graph, std::ptr::null_mut(), &raw mut nodes) as u32, 0);
+                assert_eq!(sys::cuGraphDestroy(graph) as u32, 0);
+            }
+            (ended, nodes)
+        };
+        assert_eq!((ended, nodes), (0, 0), "something of ours got into the capture; per thread: {per_thread}");
+        assert_eq!(gpu.device.stats().free_errors, 0, "per thread: {per_thread}");
+        drop((pool, out));
+        // Who else may have used it, on a default stream of his own, can not be asked for during a capture: then it is kept.
+        if per_thread { gpu.finish_forgotten() } else { gpu.finish() }
+    }
+}
+
+/// Without memory pools cudarc frees only once the slice's stream is idle: nobody else's item waits for that.
+#[test]
+fn without_memory_pools_a_free_holds_up_no_other_item() {
+    let built = crate::machines::built(cuda_sim::DeviceBuilder::new(H200).attribute(115, 0));
+    let Some(gpu) = built.map(Gpu::keeping) else { return };
+    let pool: EgressPool<CudaSlice<u8>> = builder(&gpu).tickets().unwrap();
+    let (stream, other) = (gpu.another_stream(), gpu.another_stream());
+    drop(pool.submit(slice(&gpu, 0)).unwrap().wait().unwrap());
+    let (source, next) = (stream.clone_htod(&[1u8; LEN]).unwrap(), other.clone_htod(&[2u8; LEN]).unwrap());
+    gpu.context.synchronize().unwrap();
+    let gate = gpu.gate(&stream);
+    let first = pool.submit(source).unwrap();
+    let later = gpu.gate(&stream);
+    gate.open();
+    let second = pool.submit(next).unwrap();
+    let (pool, out) = in_time(pool, first);
+    assert_eq!(out[0], 1);
+    let (pool, next) = in_time(pool, second);
+    assert_eq!(next[0], 2);
+    later.open();
+    drop((pool, out, next, stream, other));
+    gpu.finish();
+}
+
+/// A child of a fork is refused, also where there is no room that anybody could make.
+#[test]
+fn a_forked_child_is_refused_rather_than_kept_waiting() {
+    unsafe extern "C" {
+        fn fork() -> i32;
+        fn waitpid(pid: i32, status: *mut i32, options: i32) -> i32;
+        fn _exit(code: i32) -> !;
+        fn alarm(seconds: u32) -> u32;
+    }
+    let Some(gpu) = Gpu::simulated(H200).map(Gpu::keeping) else { return };
+    let pool: EgressPool<CudaSlice<u8>> = builder(&gpu).capacity(1).tickets().unwrap();
+    let kept = pool.submit(slice(&gpu, 0)).unwrap().wait().unwrap();
+    let source = slice(&gpu, 1);
+    gpu.context.synchronize().unwrap();
+    // SAFETY: the child submits and ends.
+    match unsafe { fork() } {
+        0 => {
+            // SAFETY: it ends the child if that hangs.
+            unsafe { alarm(3) };
+            let refused = pool.submit(source).is_err_and(|refused| {
+                let forked = refused.error.is_forked();
+                std::mem::forget(refused.value);
+                forked
+            });
+            // SAFETY: nothing of the child's is needed any more.
+            unsafe { _exit(i32::from(!refused)) }
+        }
+        pid => {
+            let mut status = 0;
+            // SAFETY: a child of ours and a place for its status.
+            unsafe { waitpid(pid, &raw mut status, 0) };
+            assert_eq!(status, 0, "ended by a signal: it hangs");
+        }
+    }
+    drop((kept, pool, source));
+    gpu.finish();
+}
+
+/// A task's waker may be all that keeps the task, and the task all that keeps the pool.
+#[test]
+fn a_waker_that_is_replaced_may_drop_the_pool() {
+    struct Task(Mutex<Option<EgressPool<CudaSlice<u8>, u8>>>);
+    impl Wake for Task {
+        fn wake(self: Arc<Self>) {
+            drop(self.0.lock());
+        }
+    }
+    let gpu = Gpu::any(H200).keeping();
+    let pool: EgressPool<CudaSlice<u8>, u8> = builder(&gpu).consumer(|out: Output<Bytes>| out[0]).unwrap();
+    pool.submit(slice(&gpu, 0)).unwrap().wait().unwrap();
+    let source = slice(&gpu, 1);
+    gpu.context.synchronize().unwrap();
+    let gate = gpu.gate(&gpu.stream);
+    let mut ticket = pool.submit(source).unwrap();
+    let task = Waker::from(Arc::new(Task(Mutex::new(Some(pool)))));
+    assert!(std::pin::Pin::new(&mut ticket).poll(&mut Context::from_waker(&task)).is_pending());
+    drop(task);
+    let opener = gate.open_later();
+    let ticket = within(LIMIT, move || {
+        let _ = std::pin::Pin::new(&mut ticket).poll(&mut Context::from_waker(Waker::noop()));
+        ticket
+    });
+    assert_eq!(ticket.wait_timeout(LIMIT).unwrap(), 1);
+    drop(opener);
+    gpu.finish();
+}
+
+/// As above, for outputs.
+#[test]
+fn a_waker_that_is_replaced_may_drop_the_pool_of_outputs() {
+    struct Task(Mutex<Option<EgressPool<CudaSlice<u8>, u8>>>);
+    impl Wake for Task {
+        fn wake(self: Arc<Self>) {
+            drop(self.0.lock());
+        }
+    }
+    let gpu = Gpu::any(H200).keeping();
+    let pool: EgressPool<CudaSlice<u8>, u8> = builder(&gpu).consumer(|out: Output<Bytes>| out[0]).unwrap();
+    pool.submit(slice(&gpu, 0)).unwrap().wait().unwrap();
+    let (sender, mut outputs) = pool.channel(transfer_tensor::Order::Completion);
+    let source = slice(&gpu, 1);
+    gpu.context.synchronize().unwrap();
+    let gate = gpu.gate(&gpu.stream);
+    sender.submit(source).unwrap();
+    let task = Waker::from(Arc::new(Task(Mutex::new(Some(pool)))));
+    assert!(outputs.poll_next(&mut Context::from_waker(&task)).is_pending());
+    drop(task);
+    let opener = gate.open_later();
+    let mut outputs = within(LIMIT, move || {
+        let _ = outputs.poll_next(&mut Context::from_waker(Waker::noop()));
+        outputs
+    });
+    drop(sender);
+    assert_eq!(outputs.next_timeout(LIMIT).unwrap().unwrap().result.unwrap(), 1);
+    drop((opener, outputs));
+    gpu.finish();
+}
+
+/// Both of what goes by a lane and what goes by the waiter, with an end of the pool in between, from many threads.
+#[test]
+fn mixed_ways_end() {
+    let gpu = Gpu::any(H200).keeping();
+    for (workers, awake) in [(0, false), (0, true), (1, false), (2, true)] {
+        let pool: EgressPool<Vec<CudaSlice<u8>>, usize> = builder(&gpu)
+            .workers(workers)
+            .low_latency(awake)
+            .capacity(8)
+            .consumer(|out: Output<Vec<Bytes>>| out.len())
+            .unwrap();
+        let (sender, outputs) = pool.channel(transfer_tensor::Order::Submission);
+        let pool = within(Duration::from_secs(20), {
+            let (gpu_stream, sender) = (gpu.stream.clone(), sender);
+            move || {
+                std::thread::scope(|scope| {
+                    for _ in 0..2 {
+                        let (stream, sender) = (&gpu_stream, &sender);
+                        scope.spawn(move || {
+                            for at in 0..100usize {
+                                let one = || stream.clone_htod(&[at as u8; 32]).unwrap();
+                                sender.submit((0..at % 3).map(|_| one()).collect()).unwrap();
+                            }
+                        });
+                    }
+                });
+                pool.drain(LIMIT).unwrap();
+                pool
+            }
+        });
+        assert_eq!(outputs.map(|out| out.result.unwrap()).count(), 200);
+        let stats = pool.stats();
+        assert_eq!((stats.delivered, stats.in_flight, stats.waiting, stats.kept), (200, 0, 0, 0));
+        drop(pool);
+    }
+    gpu.finish();
+}
