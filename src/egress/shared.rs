@@ -224,7 +224,7 @@ impl<S: EgressSource, R: Send + 'static> Shared<S, R> {
         }
     }
 
-    /// Asks for what is under way, until something has come or nothing is.
+    /// Asks for what is under way, until something has come, or nothing is, or this thread is needed to consume.
     fn lead(&self, found: &mut Vec<(u64, Arrived<S, R>)>, batch: &mut Vec<Flight<S, R>>) {
         let (context, gbs) = (self.device.context(), self.device.most_gbs());
         let (mut since, mut last) = (Instant::now(), None);
@@ -241,11 +241,12 @@ impl<S: EgressSource, R: Send + 'static> Shared<S, R> {
                     idle = false;
                 }
             }
-            if !found.is_empty() || !self.awake && !self.crew.is_flying() || self.crew.is_closed() {
+            let over = || self.crew.is_closed() || self.crew.is_called();
+            if !found.is_empty() || !self.awake && !self.crew.is_flying() || over() {
                 return;
             }
             if idle && self.awake {
-                while !self.crew.is_flying() && !self.crew.is_closed() {
+                while !self.crew.is_flying() && !over() {
                     std::hint::spin_loop();
                 }
                 continue;
