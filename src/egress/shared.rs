@@ -183,10 +183,11 @@ impl<S: EgressSource, R: Send + 'static> Shared<S, R> {
                 let (lane, bytes) = (&self.flights[lane], usize::try_from(bytes).unwrap_or(usize::MAX));
                 if deferred {
                     lane.defer(&stream, flight, bytes);
-                    self.crew.nudge();
                 } else {
                     lane.push(self.device.context(), &stream, flight, bytes, self.device.most_gbs());
                 }
+                // Who was woken before may have found nothing, and sleep until another lane's copy should be there.
+                self.crew.nudge();
             }
             Ahead::All(mut pending, stream) => {
                 self.crew.withdraw();
