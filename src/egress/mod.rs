@@ -308,8 +308,9 @@ impl<S: EgressSource, R: Send + 'static> EgressPool<S, R> {
     /// count.
     ///
     /// # Errors
-    /// [`Error::is_not_ready`]: the time is over.
+    /// [`Error::is_not_ready`]: the time is over. The process is a forked child, to which nothing is delivered.
     pub fn drain(&self, timeout: Duration) -> Result<()> {
+        crate::driver::Driver::get()?;
         let deadline = Instant::now().checked_add(timeout);
         match self.shared.gate.wait_delivered(delivering(&self.shared.gate).len(), deadline) {
             true => Ok(()),

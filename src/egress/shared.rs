@@ -18,6 +18,7 @@ use super::ticket::{Held, Item, Spare, Ticket};
 use super::{OnError, Stage};
 use crate::complete::on_waiter;
 use crate::device::Device;
+use crate::driver::Driver;
 use crate::driver::lane::{Asked, LANES, Lane, Lanes, Passed};
 use crate::error::{Error, Kind, Refused, Result, quietly};
 use crate::pool::WhenFull;
@@ -132,6 +133,10 @@ impl<S: EgressSource, R: Send + 'static> Shared<S, R> {
         when_full: Option<WhenFull>,
         channel: impl FnOnce() -> Option<(Arc<Channel<R>>, u64)>,
     ) -> Result<Ticket<R>, Refused<Option<S>>> {
+        // In a forked child there is nobody who makes room.
+        if let Err(error) = Driver::get() {
+            return Err(Refused { error, value: Some(source) });
+        }
         let bytes = source.bytes();
         let when_full = if must_not_wait() { WhenFull::Refuse } else { when_full.unwrap_or(self.when_full) };
         if let Err(error) = self.gate.enter(bytes, when_full) {
