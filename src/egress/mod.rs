@@ -353,6 +353,11 @@ impl<S: EgressSource, R: Send + 'static> Drop for EgressPool<S, R> {
         }
         self.shared.gate.close(Error::new(Kind::Closed { why: "the pool was dropped".into() }));
         if must_not_wait() {
+            if self.shared.gate.wait_delivered(0, Some(Instant::now())) {
+                self.shared.crew.close();
+                self.shared.spare.close();
+                return;
+            }
             // This may be a worker, and even the item that the others wait for. They end when all is delivered.
             let shared = self.shared.clone();
             let end = move || {

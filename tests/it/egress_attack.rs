@@ -10,6 +10,7 @@ use transfer_tensor::cudarc::driver::{CudaContext, CudaSlice, sys};
 use transfer_tensor::{EgressPool, HostTensor, Output, Stage, Ticket, TransferTensor};
 
 use crate::egress::{LEN, builder, slice};
+use crate::pool::until;
 use crate::support::{Gpu, H200, HANG, within};
 
 const LIMIT: Duration = Duration::from_secs(5);
@@ -353,4 +354,70 @@ fn mixed_ways_end() {
         drop(pool);
     }
     gpu.finish();
+}
+
+/// Whatever the driver refuses, once: every ticket ends, the counts are right, and what comes next is right.
+#[test]
+fn any_call_may_be_refused_once() {
+    let calls = [
+        "cuEventRecord",
+        "cuEventCreate",
+        "cuEventQuery",
+        "cuStreamQuery",
+        "cuStreamWaitEvent",
+        "cuMemcpyDtoHAsync",
+        "cuStreamCreate",
+        "cuMemHostAlloc",
+        "cuStreamIsCapturing",
+        "cuThreadExchangeStreamCaptureMode",
+        "cuCtxGetCurrent",
+        "cuCtxSetCurrent",
+        "cuMemFreeAsync",
+    ];
+    for (awake, workers) in [(false, 0), (true, 0), (false, 2)] {
+        let Some(gpu) = Gpu::simulated(H200).map(Gpu::keeping) else { return };
+        let sim = gpu.sim.as_ref().unwrap();
+        for call in calls {
+            for nth in 1..7 {
+                let pool: EgressPool<(Vec<CudaSlice<u8>>, Arc<CudaSlice<u8>>), u8> = builder(&gpu)
+                    .low_latency(awake)
+                    .workers(workers)
+                    .consumer(|out: Output<(Vec<Bytes>, Bytes)>| out.0.iter().map(|out| out[0]).sum::<u8>() + out.1[0])
+                    .unwrap();
+                let step = || ((0..3).map(|at| slice(&gpu, at)).collect::<Vec<_>>(), Arc::new(slice(&gpu, 4)));
+                let steps: Vec<_> = (0..4).map(|_| step()).collect();
+                gpu.context.synchronize().unwrap();
+                sim.fail_nth(call, nth, 999);
+                let mut tickets = Vec::new();
+                let mut back = Vec::new();
+                for step in steps {
+                    match pool.submit(step) {
+                        Ok(ticket) => tickets.push(ticket),
+                        Err(refused) => back.extend(refused.value),
+                    }
+                }
+                for ticket in tickets {
+                    match ticket.wait_timeout(LIMIT) {
+                        Ok(sum) => assert_eq!(sum, 7, "{call} {nth}"),
+                        Err(refused) => assert!(!refused.error.is_not_ready(), "{call} {nth} {awake} {workers}: stuck"),
+                    }
+                }
+                sim.clear_failures();
+                for (many, one) in &back {
+                    assert_eq!(gpu.stream.clone_dtoh(&many[2]).unwrap(), [2; LEN], "{call} {nth}");
+                    assert_eq!(gpu.stream.clone_dtoh(&**one).unwrap(), [4; LEN], "{call} {nth}");
+                }
+                assert_eq!(pool.submit(step()).unwrap().wait_timeout(LIMIT).unwrap(), 7, "{call} {nth}");
+                pool.drain(LIMIT).unwrap();
+                until(|| pool.stats().kept == 0);
+                let stats = pool.stats();
+                assert_eq!((stats.in_flight, stats.waiting, stats.consuming), (0, 0, 0), "{call} {nth}");
+                assert_eq!(stats.submitted, stats.delivered + stats.failed, "{call} {nth}");
+                within(LIMIT, move || drop(pool));
+                let _ = gpu.context.check_err();
+            }
+        }
+        gpu.device.drain(HANG).unwrap();
+        assert_eq!(sim.violations(), Vec::<String>::new());
+    }
 }
