@@ -421,3 +421,170 @@ fn any_call_may_be_refused_once() {
         assert_eq!(sim.violations(), Vec::<String>::new());
     }
 }
+
+/// Slices, on several lanes, with those that the pool submits: every item ends with the fault, and so does the pool.
+#[test]
+fn a_fault_ends_every_slice() {
+    for awake in [false, true] {
+        let Some(gpu) = Gpu::simulated(H200).map(Gpu::keeping) else { return };
+        let sim = gpu.sim.as_ref().unwrap();
+        let pool: EgressPool<CudaSlice<u8>> = builder(&gpu).low_latency(awake).tickets().unwrap();
+        let streams: Vec<_> = (0..3).map(|_| gpu.another_stream()).collect();
+        for stream in &streams {
+            drop(pool.submit(stream.clone_htod(&[0u8; LEN]).unwrap()).unwrap().wait().unwrap());
+        }
+        let mut slices: Vec<_> =
+            (0..9).map(|at| streams[at % 3].clone_htod(&vec![1u8; LEN << (at / 3 * 4)]).unwrap()).collect();
+        gpu.context.synchronize().unwrap();
+        let gates: Vec<_> = streams.iter().map(|stream| gpu.gate(stream)).collect();
+        sim.fault_on_stream(streams[0].cu_stream() as u64, crate::egress::FAULT);
+        streams[0].memset_zeros(&mut slices[0]).unwrap();
+        let tickets: Vec<_> = slices.into_iter().map(|slice| pool.submit(slice).unwrap()).collect();
+        drop(gates);
+        let start = Instant::now();
+        let ends: Vec<_> = tickets.into_iter().map(|ticket| ticket.wait_timeout(LIMIT)).collect();
+        assert!(ends.iter().flatten().count() < 9);
+        for refused in ends.into_iter().filter_map(Result::err) {
+            assert!(refused.error.is_fault(), "{}", refused.error);
+        }
+        assert!(start.elapsed() < LIMIT);
+        pool.drain(LIMIT).unwrap();
+        let stats = pool.stats();
+        assert_eq!((stats.in_flight, stats.waiting, stats.consuming, stats.kept), (0, 0, 0, 0));
+        within(LIMIT, move || drop(pool));
+        assert_eq!(sim.violations(), Vec::<String>::new());
+        std::mem::forget((streams, gpu));
+    }
+}
+
+/// A capture of another stream, in the mode that forbids most to every thread, notices nothing of a pool that begins.
+#[test]
+fn a_capture_of_another_stream_is_not_disturbed() {
+    for awake in [false, true] {
+        let gpu = Gpu::any(H200).keeping();
+        let captured = gpu.another_stream();
+        let sources: Vec<_> = (0..8).map(|value| slice(&gpu, value)).collect();
+        gpu.context.synchronize().unwrap();
+        captured.begin_capture(sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL).unwrap();
+        let pool: EgressPool<CudaSlice<u8>> = builder(&gpu).low_latency(awake).tickets().unwrap();
+        let tickets: Vec<_> = sources.into_iter().map(|source| pool.submit(source).unwrap()).collect();
+        for (ticket, value) in tickets.into_iter().zip(0..) {
+            assert_eq!(ticket.wait_timeout(LIMIT).unwrap()[0], value);
+        }
+        let mut graph = std::ptr::null_mut();
+        // SAFETY: a live stream, and a place for the graph.
+        let ended = unsafe { sys::cuStreamEndCapture(captured.cu_stream(), &raw mut graph) } as u32;
+        assert_eq!(ended, 0);
+        // SAFETY: the graph is alive.
+        unsafe { sys::cuGraphDestroy(graph) };
+        drop((pool, captured));
+        gpu.finish();
+    }
+}
+
+/// Of another context object, with an error that somebody left there: it is nobody's here, and the bytes are right.
+#[test]
+fn a_slice_of_another_context_object_comes_out() {
+    let Some(gpu) = Gpu::simulated(H200).map(Gpu::keeping) else { return };
+    for streams in [1, 2] {
+        let other = gpu.another_context();
+        let stream = other.default_stream();
+        let more: Vec<_> = (1..streams).map(|_| other.new_stream().unwrap()).collect();
+        let pool: EgressPool<(CudaSlice<u8>, Arc<CudaSlice<u8>>)> = builder(&gpu).tickets().unwrap();
+        for value in 0..20u8 {
+            let source = more.first().unwrap_or(&stream).clone_htod(&[value; LEN]).unwrap();
+            let shared = Arc::new(stream.clone_htod(&[value; 100]).unwrap());
+            other
+                .record_err::<()>(Err(transfer_tensor::cudarc::driver::DriverError(sys::CUresult::CUDA_ERROR_UNKNOWN)));
+            let out = pool.submit((source, shared)).unwrap().wait_timeout(LIMIT).unwrap();
+            assert_eq!((&out.0[..], &out.1[..]), (&[value; LEN][..], &[value; 100][..]));
+        }
+        drop((pool, more, stream, other));
+    }
+    gpu.finish();
+}
+
+/// Bytes that are no value are the item's error; nothing is lost with it.
+#[test]
+fn bytes_that_are_no_bool_are_one_items_error() {
+    let gpu = Gpu::any(H200).keeping();
+    let pool: EgressPool<Vec<CudaSlice<bool>>> = builder(&gpu).tickets().unwrap();
+    let bools = |value: u8| {
+        let mut tensor = gpu.device.tensor().zeros::<bool>([LEN]).unwrap();
+        drop(tensor.device_mut(&gpu.stream).unwrap());
+        let mut slice = tensor.into_cuda_slice().unwrap();
+        let len = slice.len();
+        let address = {
+            use transfer_tensor::cudarc::driver::DevicePtrMut;
+            slice.device_ptr_mut(&gpu.stream).0
+        };
+        // SAFETY: as long.
+        assert_eq!(unsafe { sys::cuMemsetD8Async(address, value, len, gpu.stream.cu_stream()) } as u32, 0);
+        slice
+    };
+    for _ in 0..3 {
+        let good = pool.submit(vec![bools(1), bools(0)]).unwrap();
+        let bad = pool.submit(vec![bools(1), bools(2), bools(0)]).unwrap();
+        assert!(good.wait_timeout(LIMIT).unwrap()[0][LEN - 1]);
+        assert!(!bad.wait_timeout(LIMIT).unwrap_err().error.is_not_ready());
+    }
+    pool.drain(LIMIT).unwrap();
+    let stats = pool.stats();
+    assert_eq!((stats.failed, stats.delivered, stats.kept, stats.in_flight), (3, 3, 0, 0));
+    drop(pool);
+    gpu.finish();
+}
+
+/// Pools that begin and end under load, from several threads, whose items come by lanes and by the waiter, with tickets that are waited
+/// for, polled, dropped and cancelled.
+#[test]
+fn pools_come_and_go_under_load() {
+    let gpu = Gpu::any(H200).keeping();
+    let begun = Instant::now();
+    let mut round = 0usize;
+    while begun.elapsed() < Duration::from_secs(4) {
+        round += 1;
+        let pool: EgressPool<Vec<CudaSlice<u8>>, usize> = builder(&gpu)
+            .workers(round % 3)
+            .low_latency(round % 4 == 0)
+            .capacity(1 + round % 7)
+            .order(if round % 5 < 3 { Default::default() } else { transfer_tensor::Order::Submission })
+            .consumer(|out: Output<Vec<Bytes>>| {
+                assert!(out.iter().all(|bytes| bytes.iter().all(|&byte| byte == bytes.len() as u8)));
+                out.len()
+            })
+            .unwrap();
+        let stream = gpu.stream.clone();
+        within(Duration::from_secs(20), move || {
+            std::thread::scope(|scope| {
+                for thread in 0..3 {
+                    let (pool, stream) = (&pool, &stream);
+                    scope.spawn(move || {
+                        for at in 0..30usize {
+                            let many = (at * 7 + thread + round) % 4;
+                            let one = |of: usize| stream.clone_htod(&vec![(1 + of * 50) as u8; 1 + of * 50]).unwrap();
+                            let mut ticket = pool.submit((0..many).map(one).collect()).unwrap();
+                            match (at + round) % 5 {
+                                0 => drop(ticket),
+                                1 => drop(ticket.cancel()),
+                                2 => assert_eq!(crate::support::block_on(ticket).unwrap(), many),
+                                3 => {
+                                    let _ = crate::support::poll_once(&mut ticket);
+                                }
+                                _ => assert_eq!(ticket.wait_timeout(LIMIT).unwrap(), many),
+                            }
+                        }
+                    });
+                }
+            });
+            let drained = round % 2 == 0;
+            if drained {
+                pool.drain(LIMIT).unwrap();
+                let stats = pool.stats();
+                assert_eq!(stats.delivered + stats.cancelled, 90, "{stats:?}");
+                assert_eq!((stats.failed, stats.in_flight, stats.waiting, stats.kept), (0, 0, 0, 0));
+            }
+        });
+    }
+    gpu.finish();
+}
