@@ -74,6 +74,7 @@ fn an_item_costs_no_allocation_and_no_thread() {
     let after = (ALLOCATIONS.load(Ordering::Relaxed), threads());
     println!("{} allocations in {items} items", after.0 - before.0);
     assert!(after.0 - before.0 < 40, "{} allocations in {items} items", after.0 - before.0);
-    assert_eq!(after.1, before.1);
+    // Others may have ended meanwhile.
+    assert!(after.1 <= before.1);
     drop((pool, source));
 }

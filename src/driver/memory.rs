@@ -237,6 +237,23 @@ impl<T> SharedSlice<T> {
         self.slice.clone()
     }
 
+    /// The slice, if this was the last handle: to be dropped as [`SharedSlice::last`].
+    pub(crate) fn into_last(mut self) -> Option<CudaSlice<T>> {
+        self.slice.take().and_then(Arc::into_inner)
+    }
+
+    /// Drops a slice that others held, too.
+    pub(crate) fn last(context: &Arc<Context>, slice: CudaSlice<T>) {
+        let stream = Stream::of_caller(slice.stream());
+        if stream.is_per_thread() && after_every_thread(context, &stream).is_err() {
+            context.count_leak();
+            std::mem::forget(slice);
+            return;
+        }
+        let cuda = slice.context().clone();
+        drop_bound(context, &cuda, slice);
+    }
+
     /// Looks at it.
     pub(crate) fn with<R>(&self, look: impl FnOnce(&CudaSlice<T>) -> Result<R>) -> Result<R> {
         self.slice.as_deref().map_or_else(|| Err(Error::unsupported("a shared slice", "it is gone")), look)
@@ -246,15 +263,9 @@ impl<T> SharedSlice<T> {
 impl<T> Drop for SharedSlice<T> {
     fn drop(&mut self) {
         // Only once nobody else has a handle is it known that nobody submits more.
-        let Some(slice) = self.slice.take().and_then(Arc::into_inner) else { return };
-        let stream = Stream::of_caller(slice.stream());
-        if stream.is_per_thread() && after_every_thread(&self.context, &stream).is_err() {
-            self.context.count_leak();
-            std::mem::forget(slice);
-            return;
+        if let Some(slice) = self.slice.take().and_then(Arc::into_inner) {
+            Self::last(&self.context, slice);
         }
-        let cuda = slice.context().clone();
-        drop_bound(&self.context, &cuda, slice);
     }
 }
 

@@ -26,6 +26,8 @@ pub(super) struct Crew<I> {
     quiet: AtomicU64,
     /// Not 0: nothing will be under way any more.
     closed: AtomicU64,
+    /// Not 0: there is something to consume, and nobody for it but who leads.
+    called: AtomicU64,
     /// For threads that have nothing to do.
     work: Condvar,
     /// For the leader, which rests between two questions.
@@ -83,6 +85,7 @@ impl<I> Crew<I> {
             news: AtomicU64::new(0),
             quiet: AtomicU64::new(1),
             closed: AtomicU64::new(0),
+            called: AtomicU64::new(0),
             work: Condvar::new(),
             woken: Condvar::new(),
             most: most.max(1),
@@ -98,6 +101,7 @@ impl<I> Crew<I> {
             Done::Consumed => state.consuming -= 1,
             Done::Led(found) => {
                 state.leading = false;
+                self.called.store(0, Ordering::SeqCst);
                 self.quiet.store(1, Ordering::SeqCst);
                 self.flying.fetch_sub(found.len() as u64, Ordering::SeqCst);
                 for (number, item) in found.drain(..) {
@@ -138,10 +142,24 @@ impl<I> Crew<I> {
     fn hand_on(&self, state: &mut State<I>) {
         let work = state.consuming < self.most && state.ready.has_next() || !state.leading && self.to_lead();
         let about = state.threads - state.asleep - state.consuming - usize::from(state.leading);
-        if work && about == 0 && state.asleep > 0 {
+        if !work || about > 0 {
+            return;
+        }
+        if state.asleep > 0 {
             state.asleep -= 1;
             state.woken += 1;
             self.work.notify_one();
+        } else if state.leading {
+            self.called.store(1, Ordering::SeqCst);
+            self.rouse(state);
+        }
+    }
+
+    /// Ends the leader's rest.
+    fn rouse(&self, state: &mut State<I>) {
+        if state.resting {
+            state.resting = false;
+            self.woken.notify_one();
         }
     }
 
@@ -158,10 +176,7 @@ impl<I> Crew<I> {
             return true;
         }
         let mut state = self.state.lock();
-        if state.resting {
-            state.resting = false;
-            self.woken.notify_one();
-        }
+        self.rouse(&mut state);
         self.hand_on(&mut state);
         false
     }
@@ -188,11 +203,16 @@ impl<I> Crew<I> {
         self.news.load(Ordering::SeqCst)
     }
 
+    /// For the leader: whether it is to stop, since it is needed to consume.
+    pub(super) fn is_called(&self) -> bool {
+        self.called.load(Ordering::SeqCst) != 0
+    }
+
     /// For the leader: sleeps for `pause` at most, and not at all if there is news since `seen`.
     pub(super) fn rest(&self, seen: u64, pause: Duration) {
         let mut state = self.state.lock();
         self.quiet.store(1, Ordering::SeqCst);
-        if self.news() == seen && !self.is_closed() {
+        if self.news() == seen && !self.is_closed() && !self.is_called() {
             state.resting = true;
             self.woken.wait_for(&mut state, pause);
             state.resting = false;
@@ -247,7 +267,7 @@ mod loom_tests {
                     crew.next(Done::Consumed)
                 }
                 Task::Lead => {
-                    while found.is_empty() && crew.is_flying() {
+                    while found.is_empty() && crew.is_flying() && !crew.is_called() {
                         let seen = crew.news();
                         found.append(&mut sky.lock());
                         if found.is_empty() {
@@ -290,6 +310,27 @@ mod loom_tests {
                 assert_eq!(all, [0, 1, 2]);
             });
         }
+    }
+
+    /// One thread, which asks for what does not come before something else was consumed.
+    #[test]
+    fn who_leads_alone_consumes_what_arrives() {
+        model(|| {
+            let (crew, sky) = (Arc::new(Crew::new(Order::Completion, 1, false)), Sky::default());
+            let (other, others) = (crew.clone(), sky.clone());
+            let thread = thread::spawn(move || work(&other, &others));
+            crew.launch();
+            crew.arrived(0, 0);
+            while crew.len() > 0 {
+                thread::yield_now();
+            }
+            sky.lock().push((1, 1));
+            while crew.is_flying() || crew.len() > 0 {
+                thread::yield_now();
+            }
+            crew.close();
+            assert_eq!(thread.join().unwrap(), [0, 1]);
+        });
     }
 
     #[test]

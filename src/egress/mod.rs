@@ -316,8 +316,9 @@ impl<S: EgressSource, R: Send + 'static> EgressPool<S, R> {
     /// count.
     ///
     /// # Errors
-    /// [`Error::is_not_ready`]: the time is over.
+    /// [`Error::is_not_ready`]: the time is over. The process is a forked child, to which nothing is delivered.
     pub fn drain(&self, timeout: Duration) -> Result<()> {
+        crate::driver::Driver::get()?;
         let deadline = Instant::now().checked_add(timeout);
         match self.shared.gate.wait_delivered(delivering(&self.shared.gate).len(), deadline) {
             true => Ok(()),
@@ -360,6 +361,11 @@ impl<S: EgressSource, R: Send + 'static> Drop for EgressPool<S, R> {
         }
         self.shared.gate.close(Error::new(Kind::Closed { why: "the pool was dropped".into() }));
         if must_not_wait() {
+            if self.shared.gate.wait_delivered(0, Some(Instant::now())) {
+                self.shared.crew.close();
+                self.shared.spare.close();
+                return;
+            }
             // This may be a worker, and even the item that the others wait for. They end when all is delivered.
             let shared = self.shared.clone();
             let end = move || {

@@ -126,7 +126,10 @@ impl<R> Outputs<R> {
         match state.next() {
             Some(next) => Poll::Ready(next),
             None => {
-                state.waker = Some(context.waker().clone());
+                let before = state.waker.replace(context.waker().clone());
+                // Not under the lock: a caller's task may go with it.
+                drop(state);
+                drop(before);
                 Poll::Pending
             }
         }

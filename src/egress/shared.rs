@@ -18,6 +18,7 @@ use super::ticket::{Held, Item, Spare, Ticket};
 use super::{OnError, Stage};
 use crate::complete::on_waiter;
 use crate::device::Device;
+use crate::driver::Driver;
 use crate::driver::lane::{Asked, LANES, Lane, Lanes, Passed};
 use crate::error::{Error, Kind, Refused, Result, quietly};
 use crate::pool::WhenFull;
@@ -133,6 +134,10 @@ impl<S: EgressSource, R: Send + 'static> Shared<S, R> {
         when_full: Option<WhenFull>,
         channel: impl FnOnce() -> Option<(Arc<Channel<R>>, u64)>,
     ) -> Result<Ticket<R>, Refused<Option<S>>> {
+        // In a forked child there is nobody who makes room.
+        if let Err(error) = Driver::get() {
+            return Err(Refused { error, value: Some(source) });
+        }
         let bytes = source.bytes();
         let _range = trace::range(c"egress submit", bytes);
         let when_full = if must_not_wait() { WhenFull::Refuse } else { when_full.unwrap_or(self.when_full) };
@@ -185,10 +190,11 @@ impl<S: EgressSource, R: Send + 'static> Shared<S, R> {
                 let (lane, bytes) = (&self.flights[lane], usize::try_from(bytes).unwrap_or(usize::MAX));
                 if deferred {
                     lane.defer(&stream, flight, bytes);
-                    self.crew.nudge();
                 } else {
                     lane.push(self.device.context(), &stream, flight, bytes, self.device.most_gbs());
                 }
+                // Who was woken before may have found nothing, and sleep until another lane's copy should be there.
+                self.crew.nudge();
             }
             Ahead::All(mut pending, stream) => {
                 self.crew.withdraw();
@@ -226,7 +232,7 @@ impl<S: EgressSource, R: Send + 'static> Shared<S, R> {
         }
     }
 
-    /// Asks for what is under way, until something has come or nothing is.
+    /// Asks for what is under way, until something has come, or nothing is, or this thread is needed to consume.
     fn lead(&self, found: &mut Vec<(u64, Arrived<S, R>)>, batch: &mut Vec<Flight<S, R>>) {
         let (context, gbs) = (self.device.context(), self.device.most_gbs());
         let (mut since, mut last) = (Instant::now(), None);
@@ -243,11 +249,12 @@ impl<S: EgressSource, R: Send + 'static> Shared<S, R> {
                     idle = false;
                 }
             }
-            if !found.is_empty() || !self.awake && !self.crew.is_flying() || self.crew.is_closed() {
+            let over = || self.crew.is_closed() || self.crew.is_called();
+            if !found.is_empty() || !self.awake && !self.crew.is_flying() || over() {
                 return;
             }
             if idle && self.awake {
-                while !self.crew.is_flying() && !self.crew.is_closed() {
+                while !self.crew.is_flying() && !over() {
                     std::hint::spin_loop();
                 }
                 continue;

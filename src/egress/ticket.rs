@@ -266,10 +266,13 @@ impl<R> Future for Ticket<R> {
         let mut state = self.0.item.state.lock();
         match &mut state.phase {
             Phase::Open { waker, .. } | Phase::Begun { waker } => {
-                match waker {
-                    Some(waker) => waker.clone_from(context.waker()),
-                    None => *waker = Some(context.waker().clone()),
+                if waker.as_ref().is_some_and(|waker| waker.will_wake(context.waker())) {
+                    return Poll::Pending;
                 }
+                let before = waker.replace(context.waker().clone());
+                // Not under the lock: a caller's task may go with it.
+                drop(state);
+                drop(before);
                 Poll::Pending
             }
             Phase::Done(_) | Phase::Taken => state.take().map_or(Poll::Pending, Poll::Ready),

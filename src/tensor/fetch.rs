@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use cudarc::driver::CudaSlice;
+use cudarc::driver::{CudaSlice, CudaStream};
 
 use super::landed::HostTensor;
 use super::store::retry_after_drain;
@@ -41,12 +41,39 @@ pub trait Source: Send + Sized + 'static {
 impl<T: Element> Source for CudaSlice<T> {
     fn let_go(self, device: &Device) {
         let cuda = self.context().clone();
-        drop_bound(device.context(), &cuda, self);
+        match delay(device, self.stream()) {
+            None => drop_bound(device.context(), &cuda, self),
+            Some(pending) => free_later(device.context(), cuda, device.waiter(), Box::new(self), pending),
+        }
     }
 }
 
 impl<T: Element> Source for SharedSlice<T> {
-    fn let_go(self, _: &Device) {}
+    fn let_go(self, device: &Device) {
+        let context = device.context();
+        // Whoever has the last handle frees it.
+        let Some(slice) = self.into_last() else { return };
+        let cuda = slice.context().clone();
+        match delay(device, slice.stream()) {
+            None => SharedSlice::last(context, slice),
+            Some(pending) => free_later(context, cuda, device.waiter(), Box::new(slice), pending),
+        }
+    }
+}
+
+/// What the free of a slice on its stream has to wait for, where it can not be submitted at once.
+fn delay(device: &Device, stream: &Arc<CudaStream>) -> Option<Vec<Pending>> {
+    let (context, stream) = (device.context(), Stream::of_caller(stream));
+    if stream.is_per_thread() {
+        // Of this thread, which has nothing there.
+        return None;
+    }
+    let free = context.to_submit().and_then(|_bound| stream.check_not_capturing("freeing device memory"));
+    let captured = free.is_err_and(|error| error.is_capturing());
+    // cudarc would block in its drop.
+    let blocks = !context.cuda().has_async_alloc();
+    let capture = captured.then(|| Pending::Capture(stream.clone()));
+    (captured || blocks).then(|| capture.into_iter().chain(blocks.then_some(Pending::Stream(stream))).collect())
 }
 
 /// Page-locked memory for a slice, if that is to be had at once. (Else the slice goes the way of a tensor, which can do without.)
