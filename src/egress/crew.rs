@@ -24,6 +24,8 @@ pub(super) struct Crew<I> {
     /// Not 0: nobody leads, or who does rests. Who launches an item looks here after having counted it, and who stops leading looks at
     /// the count after having said so here: one of them sees the other.
     quiet: AtomicU64,
+    /// Not 0: who leads rests. Looked at after news was counted, as `quiet` is.
+    rests: AtomicU64,
     /// Not 0: nothing will be under way any more.
     closed: AtomicU64,
     /// Not 0: there is something to consume, and nobody for it but who leads.
@@ -84,6 +86,7 @@ impl<I> Crew<I> {
             flying: AtomicU64::new(0),
             news: AtomicU64::new(0),
             quiet: AtomicU64::new(1),
+            rests: AtomicU64::new(0),
             closed: AtomicU64::new(0),
             called: AtomicU64::new(0),
             work: Condvar::new(),
@@ -166,11 +169,6 @@ impl<I> Crew<I> {
     /// An item is about to be submitted, so that who is to ask for it wakes up meanwhile. Whether somebody is awake.
     pub(super) fn launch(&self) -> bool {
         self.flying.fetch_add(1, Ordering::SeqCst);
-        self.nudge()
-    }
-
-    /// There is something new to ask for. Whether somebody was awake for it.
-    pub(super) fn nudge(&self) -> bool {
         self.news.fetch_add(1, Ordering::SeqCst);
         if self.quiet.load(Ordering::SeqCst) == 0 {
             return true;
@@ -179,6 +177,14 @@ impl<I> Crew<I> {
         self.rouse(&mut state);
         self.hand_on(&mut state);
         false
+    }
+
+    /// It is submitted, and will be found. Who was woken may have found nothing before, and rest again; who has yet to wake up will look.
+    pub(super) fn launched(&self) {
+        self.news.fetch_add(1, Ordering::SeqCst);
+        if self.rests.load(Ordering::SeqCst) != 0 {
+            self.rouse(&mut self.state.lock());
+        }
     }
 
     /// An item that was to be submitted was not, or not to be asked for.
@@ -212,11 +218,13 @@ impl<I> Crew<I> {
     pub(super) fn rest(&self, seen: u64, pause: Duration) {
         let mut state = self.state.lock();
         self.quiet.store(1, Ordering::SeqCst);
+        self.rests.store(1, Ordering::SeqCst);
         if self.news() == seen && !self.is_closed() && !self.is_called() {
             state.resting = true;
             self.woken.wait_for(&mut state, pause);
             state.resting = false;
         }
+        self.rests.store(0, Ordering::SeqCst);
         self.quiet.store(0, Ordering::SeqCst);
     }
 
@@ -284,6 +292,7 @@ mod loom_tests {
     fn submit(crew: &Crew<u64>, sky: &Sky, number: u64) {
         crew.launch();
         sky.lock().push((number, number));
+        crew.launched();
     }
 
     #[test]

@@ -193,8 +193,7 @@ impl<S: EgressSource, R: Send + 'static> Shared<S, R> {
                 } else {
                     lane.push(self.device.context(), &stream, flight, bytes, self.device.most_gbs());
                 }
-                // Who was woken before may have found nothing, and sleep until another lane's copy should be there.
-                self.crew.nudge();
+                self.crew.launched();
             }
             Ahead::All(mut pending, stream) => {
                 self.crew.withdraw();
