@@ -80,8 +80,10 @@ fn it_finds_what_the_link_carries() {
             let is = &sim.profile().bandwidth;
             assert!(near(found.host_to_device, is.h2d_pinned), "{profile}: {found}");
             assert!(near(found.device_to_host, is.d2h_pinned), "{profile}: {found}");
-            // What a slow host had no time for is not there.
-            let near_if_there = |rate: Option<f64>, is| rate.is_none_or(|rate| near(rate, is));
+            // What a slow host had no time for is not there; and of the one size that it is measured at a fast link takes no longer than ten
+            // times its latency.
+            let near_if_there =
+                |rate: Option<f64>, is: f64| rate.is_none_or(|rate| (0.7..=1.15).contains(&(rate / is)));
             assert!(near_if_there(found.driver_pageable_to_device, is.h2d_pageable), "{profile}: {found}");
             assert!(near_if_there(found.driver_device_to_pageable, is.d2h_pageable), "{profile}: {found}");
             // What a copy takes its engine before its first byte, which the simulator has at 0.3 of the whole latency.
