@@ -192,11 +192,13 @@ fn what_comes_back_while_it_is_copied_is_ordered() {
     drop(pool.submit(step()).unwrap().wait().unwrap());
     let step = step();
     gpu.context.synchronize().unwrap();
+    let gate = gpu.gate(&gpu.stream);
     sim.fail_nth("cuMemcpyDtoHAsync", 3, 999);
     let refused = pool.submit(step).unwrap_err();
     assert_eq!(refused.error.driver_code(), Some(999), "{}", refused.error);
     let (mut first, second, tensor) = refused.value.unwrap();
     gpu.stream.memset_zeros(&mut first).unwrap();
+    drop(gate);
     assert_eq!(gpu.stream.clone_dtoh(&first).unwrap(), [0; LEN]);
     assert_eq!(gpu.stream.clone_dtoh(&second).unwrap(), [2; LEN]);
     assert_eq!(*tensor.host().unwrap(), [3; LEN]);
