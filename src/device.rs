@@ -280,7 +280,6 @@ impl Device {
         Ok(Event::record(self.context(), stream)?.not_before(least).expecting(expected))
     }
 
-    /// How it makes page-locked memory.
     /// What `stream` has been given so far.
     pub(crate) fn point(&self, stream: &Stream) -> Pending {
         let event = self.context().to_submit().and_then(|_bound| Event::record(self.context(), stream));
@@ -292,6 +291,7 @@ impl Device {
         self.0.most_gbs
     }
 
+    /// How it makes page-locked memory.
     pub(crate) fn placement(&self) -> Placement {
         placement(&self.0.platform)
     }
