@@ -25,10 +25,7 @@ const BETWEEN: Duration = Duration::from_micros(300);
 fn main() -> Result<(), Failure> {
     let args = Args::read(&[], &[])?;
     let bench = Bench::open("x86_h200_sxm_gen5")?;
-    match &bench.sim {
-        Some(_) => println!("no GPU: the simulated {}; wall clock", bench.device.platform().name()),
-        None => println!("{}; wall clock", bench.device.platform().name()),
-    }
+    bench.announce_wall();
     let rounds = if args.quick || bench.sim.is_some() { 10 } else { 1001 };
     let mut rows = Vec::new();
     calls(&bench, rounds, &mut rows);
@@ -41,7 +38,7 @@ fn main() -> Result<(), Failure> {
 
 fn add(bench: &Bench, rows: &mut Vec<Row>, case: &str, seconds: Vec<f64>, raw: Option<f64>) -> f64 {
     let ours = median(seconds);
-    let row = Row { clock: "wall", ..Row::of_seconds(bench, case, BYTES, ours, raw, None) };
+    let row = Row::of_wall(bench, case, BYTES, ours, raw);
     print(&row);
     rows.push(row);
     ours

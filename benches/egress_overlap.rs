@@ -43,10 +43,7 @@ const JUDGED: usize = 16 << 20;
 fn main() -> Result<(), Failure> {
     let args = Args::read(&["--cpu"], &[])?;
     let bench = Bench::open("x86_h200_sxm_gen5")?;
-    match &bench.sim {
-        Some(_) => println!("no GPU: the simulated {}, few steps; wall clock", bench.device.platform().name()),
-        None => println!("{}; wall clock", bench.device.platform().name()),
-    }
+    bench.announce_wall();
     keep_freed_memory(&bench)?;
     let spin = Spin::new(&bench)?;
     let mut rows = Vec::new();

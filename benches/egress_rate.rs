@@ -22,10 +22,7 @@ const WORKERS: usize = 4;
 fn main() -> Result<(), Failure> {
     let args = Args::read(&[], &[])?;
     let bench = Bench::open("x86_h200_sxm_gen5")?;
-    match &bench.sim {
-        Some(_) => println!("no GPU: the simulated {}; wall clock", bench.device.platform().name()),
-        None => println!("{}; wall clock", bench.device.platform().name()),
-    }
+    bench.announce_wall();
     let mut rows = Vec::new();
     let mut add = |row: Row| {
         print(&row);
@@ -39,10 +36,6 @@ fn main() -> Result<(), Failure> {
         latency(&bench, 4 << 10, awake, args.quick, &mut add)?;
     }
     write(&args, &rows)
-}
-
-fn row(bench: &Bench, case: &str, bytes: usize, ours: f64, raw: Option<f64>) -> Row {
-    Row { clock: "wall", ..Row::of_seconds(bench, case, bytes, ours, raw, None) }
 }
 
 /// A device's memory that every item is copied from: it is there, so that only the way out is measured.
@@ -86,10 +79,10 @@ fn rate(bench: &Bench, bytes: usize, quick: bool, add: &mut dyn FnMut(Row)) -> R
         }
     }
     let (ours, raw) = (median(ours), median(raws));
-    add(row(bench, "delivered to a function", bytes, ours, Some(raw)));
+    add(Row::of_wall(bench, "delivered to a function", bytes, ours, Some(raw)));
     if bytes < 1 << 20 {
         println!("{:40} {:>9.0} items/s, raw {:.0}", "", 1.0 / ours, 1.0 / raw);
-        add(row(bench, "submit, while many are under way", bytes, median(submits), None));
+        add(Row::of_wall(bench, "submit, while many are under way", bytes, median(submits), None));
     }
     Ok(())
 }
@@ -121,7 +114,7 @@ fn latency(bench: &Bench, bytes: usize, awake: bool, quick: bool, add: &mut dyn 
         raws.push(start.elapsed().as_secs_f64());
     }
     let case = |what: &str| if awake { format!("{what}, low latency") } else { format!("{what}, idle pool") };
-    add(row(bench, &case("submit to function"), bytes, median(arrivals), Some(median(raws))));
-    add(row(bench, &case("submit"), bytes, median(submits), None));
+    add(Row::of_wall(bench, &case("submit to function"), bytes, median(arrivals), Some(median(raws))));
+    add(Row::of_wall(bench, &case("submit"), bytes, median(submits), None));
     Ok(())
 }

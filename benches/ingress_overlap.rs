@@ -35,10 +35,7 @@ const FILLERS: usize = 8;
 fn main() -> Result<(), Failure> {
     let args = Args::read(&[], &[])?;
     let bench = Bench::open("x86_h200_sxm_gen5")?;
-    match &bench.sim {
-        Some(_) => println!("no GPU: the simulated {}, few steps; wall clock", bench.device.platform().name()),
-        None => println!("{}; wall clock", bench.device.platform().name()),
-    }
+    bench.announce_wall();
     let spin = Spin::new(&bench)?;
     let mut rows = Vec::new();
     let mut add = |row: Row| {

@@ -49,6 +49,11 @@ impl Row {
             clock: bench.clock(),
         }
     }
+
+    /// As [`of_seconds`](Self::of_seconds), by the wall in any case.
+    pub(crate) fn of_wall(bench: &Bench, case: &str, bytes: usize, ours: f64, raw: Option<f64>) -> Row {
+        Row { clock: "wall", ..Self::of_seconds(bench, case, bytes, ours, raw, None) }
+    }
 }
 
 /// What the command line says: `--quick`, `--json FILE`, and what the bench knows beside.
@@ -134,6 +139,15 @@ impl Bench {
         match &self.sim {
             Some(_) => println!("no GPU: the simulated {name}, by its own clock"),
             None => println!("{name}"),
+        }
+    }
+
+    /// As [`announce`](Self::announce), for a bench that goes by the wall in any case.
+    pub(crate) fn announce_wall(&self) {
+        let name = self.device.platform().name();
+        match &self.sim {
+            Some(_) => println!("no GPU: the simulated {name}, few of everything; wall clock"),
+            None => println!("{name}; wall clock"),
         }
     }
 

@@ -26,19 +26,20 @@ const PRODUCERS: usize = 64;
 #[derive(Debug)]
 pub(crate) struct Lanes {
     context: Arc<Context>,
+    /// Each is made when something is to go on it.
+    streams: [OnceLock<Arc<Stream>>; LANES],
     state: Mutex<State>,
 }
 
 #[derive(Debug, Default)]
 struct State {
-    streams: Vec<Arc<Stream>>,
     producers: Vec<(usize, Option<ThreadId>)>,
     turn: usize,
 }
 
 impl Lanes {
     pub(crate) fn new(context: &Arc<Context>) -> Self {
-        Self { context: context.clone(), state: Mutex::default() }
+        Self { context: context.clone(), streams: Default::default(), state: Mutex::default() }
     }
 
     /// Which lane is to carry `bytes` that are made on `producer`, and its stream.
@@ -61,10 +62,20 @@ impl Lanes {
         let turn = if TURNS.contains(&bytes) { state.turn ^ 1 } else { 0 };
         state.turn = turn;
         let lane = (2 * at + turn) % LANES;
-        while state.streams.len() <= lane {
-            state.streams.push(Arc::new(self.context.fresh_stream(c"transfer-out")?));
-        }
-        Ok((lane, state.streams[lane].clone()))
+        // Under the lock: nobody else makes it meanwhile.
+        let stream = match self.streams[lane].get() {
+            Some(stream) => stream.clone(),
+            None => {
+                let stream = Arc::new(self.context.fresh_stream(c"transfer-out")?);
+                self.streams[lane].get_or_init(|| stream).clone()
+            }
+        };
+        Ok((lane, stream))
+    }
+
+    /// Those that carry something, or did, by their numbers.
+    pub(crate) fn streams(&self) -> impl Iterator<Item = (usize, &Stream)> {
+        self.streams.iter().enumerate().filter_map(|(lane, stream)| Some((lane, &**stream.get()?)))
     }
 }
 
@@ -79,13 +90,9 @@ impl Passed {
     }
 }
 
-/// What is on its way on one stream.
+/// What is on its way on one stream, always the same one.
 #[derive(Debug)]
-pub(crate) struct Lane<F> {
-    flights: Flights<F, Mark>,
-    /// The stream; none before the first.
-    stream: OnceLock<Arc<Stream>>,
-}
+pub(crate) struct Lane<F>(Flights<F, Mark>);
 
 #[derive(Debug)]
 struct Mark {
@@ -105,28 +112,26 @@ pub(crate) enum Asked {
 
 impl<F> Lane<F> {
     pub(crate) fn new() -> Self {
-        Self { flights: Flights::new(), stream: OnceLock::new() }
+        Self(Flights::new())
     }
 
-    /// The copies of `flight`, which has so many bytes, have been submitted to `stream`, always the same one.
-    pub(crate) fn push(&self, context: &Arc<Context>, stream: &Arc<Stream>, flight: F, bytes: usize, gbs: f64) {
-        self.stream.get_or_init(|| stream.clone());
+    /// The copies of `flight`, which has so many bytes, have been submitted to `stream`.
+    pub(crate) fn push(&self, context: &Arc<Context>, stream: &Stream, flight: F, bytes: usize, gbs: f64) {
         self.fly(context, stream, flight, bytes, gbs, false);
     }
 
     /// Leaves it to who asks to submit the copies of `flight`.
-    pub(crate) fn defer(&self, stream: &Arc<Stream>, flight: F, bytes: usize) {
-        self.stream.get_or_init(|| stream.clone());
-        self.flights.defer(flight, bytes);
+    pub(crate) fn defer(&self, flight: F, bytes: usize) {
+        self.0.defer(flight, bytes);
     }
 
     fn fly(&self, context: &Arc<Context>, stream: &Stream, flight: F, bytes: usize, gbs: f64, asked_for: bool) {
-        if let Some(span) = self.flights.push(flight, bytes, asked_for)
+        if let Some(span) = self.0.push(flight, bytes, asked_for)
             // Who asks makes one where this fails.
             && let Ok(event) = context.to_submit().and_then(|_bound| Event::record(context, stream))
         {
             let due = due(span, gbs, Instant::now());
-            self.flights.mark(span, Mark { event, due });
+            self.0.mark(span, Mark { event, due });
         }
     }
 
@@ -134,13 +139,13 @@ impl<F> Lane<F> {
     pub(crate) fn ask(
         &self,
         context: &Arc<Context>,
+        stream: &Stream,
         gbs: f64,
         batch: &mut Vec<F>,
         launch: &mut impl FnMut(&mut F) -> Result<()>,
         landed: &mut impl FnMut(F, Result<Passed>),
     ) -> Asked {
-        let Some(stream) = self.stream.get() else { return Asked::Idle };
-        while let Some((mut flight, bytes)) = self.flights.deferred() {
+        while let Some((mut flight, bytes)) = self.0.deferred() {
             match launch(&mut flight) {
                 Ok(()) => self.fly(context, stream, flight, bytes, gbs, true),
                 Err(error) => landed(flight, Err(error)),
@@ -148,7 +153,7 @@ impl<F> Lane<F> {
         }
         let mut since = None;
         loop {
-            let (span, mut mark) = match self.flights.next() {
+            let (span, mut mark) = match self.0.next() {
                 Next::Nothing => return Asked::Idle,
                 Next::Mark(span, mark) => (span, Ok(mark)),
                 Next::Unmarked(span) => {
@@ -170,7 +175,7 @@ impl<F> Lane<F> {
                 },
                 Err(error) => Some(error),
             };
-            self.flights.land(span, batch);
+            self.0.land(span, batch);
             for flight in batch.drain(..) {
                 landed(flight, error.clone().map_or(Ok(Passed(())), Err));
             }
@@ -180,7 +185,7 @@ impl<F> Lane<F> {
 
     fn not_yet(&self, span: Span, mark: Mark) -> Asked {
         let due = mark.due;
-        self.flights.back(span, mark);
+        self.0.back(span, mark);
         Asked::Waiting(due)
     }
 }

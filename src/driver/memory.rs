@@ -237,21 +237,9 @@ impl<T> SharedSlice<T> {
         self.slice.clone()
     }
 
-    /// The slice, if this was the last handle: to be dropped as [`SharedSlice::last`].
+    /// The slice, if this was the last handle: to be freed by [`free_shared`].
     pub(crate) fn into_last(mut self) -> Option<CudaSlice<T>> {
         self.slice.take().and_then(Arc::into_inner)
-    }
-
-    /// Drops a slice that others held, too.
-    pub(crate) fn last(context: &Arc<Context>, slice: CudaSlice<T>) {
-        let stream = Stream::of_caller(slice.stream());
-        if stream.is_per_thread() && after_every_thread(context, &stream).is_err() {
-            context.count_leak();
-            std::mem::forget(slice);
-            return;
-        }
-        let cuda = slice.context().clone();
-        drop_bound(context, &cuda, slice);
     }
 
     /// Looks at it.
@@ -264,9 +252,26 @@ impl<T> Drop for SharedSlice<T> {
     fn drop(&mut self) {
         // Only once nobody else has a handle is it known that nobody submits more.
         if let Some(slice) = self.slice.take().and_then(Arc::into_inner) {
-            Self::last(&self.context, slice);
+            free_shared(&self.context, slice);
         }
     }
+}
+
+/// Frees a slice that others had too: after what every thread gave its own stream, if the slice's is such a one.
+pub(crate) fn free_shared<T>(context: &Arc<Context>, slice: CudaSlice<T>) {
+    let stream = Stream::of_caller(slice.stream());
+    if stream.is_per_thread() && after_every_thread(context, &stream).is_err() {
+        context.count_leak();
+        std::mem::forget(slice);
+        return;
+    }
+    free_slice(context, slice);
+}
+
+/// Frees a slice, as [`drop_bound`] does.
+pub(crate) fn free_slice<T>(context: &Arc<Context>, slice: CudaSlice<T>) {
+    let cuda = slice.context().clone();
+    drop_bound(context, &cuda, slice);
 }
 
 /// Lets a stream wait for the default streams of all threads: the legacy stream waits for those.
@@ -304,7 +309,7 @@ pub(crate) fn rehome_slice<T: Element>(
     });
     match copied {
         Ok(target) => {
-            drop_bound(context, owner.cuda().context(), Box::new(slice));
+            free_slice(context, slice);
             Ok(target)
         }
         Err(error) => Err((error, slice)),

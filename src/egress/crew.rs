@@ -14,6 +14,11 @@ use std::time::Duration;
 use crate::order::{Order, Sorter};
 use crate::sync::{AtomicU64, Condvar, Mutex, Ordering};
 
+/// What `leader` says: nobody leads; it asks; it sleeps between two questions.
+const NOBODY: u64 = 0;
+const ASKS: u64 = 1;
+const RESTS: u64 = 2;
+
 #[derive(Debug)]
 pub(super) struct Crew<I> {
     state: Mutex<State<I>>,
@@ -21,11 +26,9 @@ pub(super) struct Crew<I> {
     flying: AtomicU64,
     /// Goes up with each of those.
     news: AtomicU64,
-    /// Not 0: nobody leads, or who does rests. Who launches an item looks here after having counted it, and who stops leading looks at
-    /// the count after having said so here: one of them sees the other.
-    quiet: AtomicU64,
-    /// Not 0: who leads rests. Looked at after news was counted, as `quiet` is.
-    rests: AtomicU64,
+    /// Whether somebody asks. Who launches an item looks here after having counted it, and who stops asking looks at the count after having
+    /// said so here: one of them sees the other.
+    leader: AtomicU64,
     /// Not 0: nothing will be under way any more.
     closed: AtomicU64,
     /// Not 0: there is something to consume, and nobody for it but who leads.
@@ -37,7 +40,7 @@ pub(super) struct Crew<I> {
     /// How many consume at a time.
     most: usize,
     /// Somebody always leads, and does not rest.
-    awake: bool,
+    pub(super) awake: bool,
 }
 
 #[derive(Debug)]
@@ -85,8 +88,7 @@ impl<I> Crew<I> {
             state: Mutex::new(state),
             flying: AtomicU64::new(0),
             news: AtomicU64::new(0),
-            quiet: AtomicU64::new(1),
-            rests: AtomicU64::new(0),
+            leader: AtomicU64::new(NOBODY),
             closed: AtomicU64::new(0),
             called: AtomicU64::new(0),
             work: Condvar::new(),
@@ -105,7 +107,7 @@ impl<I> Crew<I> {
             Done::Led(found) => {
                 state.leading = false;
                 self.called.store(0, Ordering::SeqCst);
-                self.quiet.store(1, Ordering::SeqCst);
+                self.leader.store(NOBODY, Ordering::SeqCst);
                 self.flying.fetch_sub(found.len() as u64, Ordering::SeqCst);
                 for (number, item) in found.drain(..) {
                     state.ready.put(number, item);
@@ -122,7 +124,7 @@ impl<I> Crew<I> {
             }
             if !state.leading && self.to_lead() {
                 state.leading = true;
-                self.quiet.store(0, Ordering::SeqCst);
+                self.leader.store(ASKS, Ordering::SeqCst);
                 return Task::Lead;
             }
             if self.is_closed() {
@@ -170,7 +172,7 @@ impl<I> Crew<I> {
     pub(super) fn launch(&self) -> bool {
         self.flying.fetch_add(1, Ordering::SeqCst);
         self.news.fetch_add(1, Ordering::SeqCst);
-        if self.quiet.load(Ordering::SeqCst) == 0 {
+        if self.leader.load(Ordering::SeqCst) == ASKS {
             return true;
         }
         let mut state = self.state.lock();
@@ -182,7 +184,7 @@ impl<I> Crew<I> {
     /// It is submitted, and will be found. Who was woken may have found nothing before, and rest again; who has yet to wake up will look.
     pub(super) fn launched(&self) {
         self.news.fetch_add(1, Ordering::SeqCst);
-        if self.rests.load(Ordering::SeqCst) != 0 {
+        if self.leader.load(Ordering::SeqCst) == RESTS {
             self.rouse(&mut self.state.lock());
         }
     }
@@ -217,15 +219,13 @@ impl<I> Crew<I> {
     /// For the leader: sleeps for `pause` at most, and not at all if there is news since `seen`.
     pub(super) fn rest(&self, seen: u64, pause: Duration) {
         let mut state = self.state.lock();
-        self.quiet.store(1, Ordering::SeqCst);
-        self.rests.store(1, Ordering::SeqCst);
+        self.leader.store(RESTS, Ordering::SeqCst);
         if self.news() == seen && !self.is_closed() && !self.is_called() {
             state.resting = true;
             self.woken.wait_for(&mut state, pause);
             state.resting = false;
         }
-        self.rests.store(0, Ordering::SeqCst);
-        self.quiet.store(0, Ordering::SeqCst);
+        self.leader.store(ASKS, Ordering::SeqCst);
     }
 
     pub(super) fn is_closed(&self) -> bool {

@@ -252,7 +252,6 @@ impl EgressPoolBuilder<'_> {
             lanes: Lanes::new(self.device.context()),
             flights: std::array::from_fn(|_| Lane::new()),
             crew: Crew::new(self.order, self.workers, self.awake),
-            awake: self.awake,
             consumer,
             observer: self.observer,
             when_full: self.when_full,

@@ -41,8 +41,6 @@ pub(super) struct Shared<S: EgressSource, R: Send + 'static> {
     pub(super) flights: [Lane<Flight<S, R>>; LANES],
     /// What has come, and the threads that bring it in and consume it.
     pub(super) crew: Crew<Arrived<S, R>>,
-    /// They do not rest.
-    pub(super) awake: bool,
     pub(super) consumer: Consumer<S::Output, R>,
     pub(super) observer: Option<Observer>,
     pub(super) when_full: WhenFull,
@@ -189,7 +187,7 @@ impl<S: EgressSource, R: Send + 'static> Shared<S, R> {
             Ahead::Lane(lane, stream) => {
                 let (lane, bytes) = (&self.flights[lane], usize::try_from(bytes).unwrap_or(usize::MAX));
                 if deferred {
-                    lane.defer(&stream, flight, bytes);
+                    lane.defer(flight, bytes);
                 } else {
                     lane.push(self.device.context(), &stream, flight, bytes, self.device.most_gbs());
                 }
@@ -238,10 +236,10 @@ impl<S: EgressSource, R: Send + 'static> Shared<S, R> {
         loop {
             let news = self.crew.news();
             let (mut idle, mut due) = (true, None);
-            for lane in &self.flights {
+            for (lane, stream) in self.lanes.streams() {
                 let mut launch = |flight: &mut Flight<S, R>| S::launch(&mut flight.begun);
                 let mut landed = |flight, passed| found.push(self.landed(flight, passed));
-                let asked = lane.ask(context, gbs, batch, &mut launch, &mut landed);
+                let asked = self.flights[lane].ask(context, stream, gbs, batch, &mut launch, &mut landed);
                 if let Asked::Waiting(from) = asked {
                     // The first one of several; any time, if one of them does not know.
                     due = if idle { from } else { due.min(from) };
@@ -249,10 +247,10 @@ impl<S: EgressSource, R: Send + 'static> Shared<S, R> {
                 }
             }
             let over = || self.crew.is_closed() || self.crew.is_called();
-            if !found.is_empty() || !self.awake && !self.crew.is_flying() || over() {
+            if !found.is_empty() || !self.crew.awake && !self.crew.is_flying() || over() {
                 return;
             }
-            if idle && self.awake {
+            if idle && self.crew.awake {
                 while !self.crew.is_flying() && !over() {
                     std::hint::spin_loop();
                 }
@@ -263,7 +261,7 @@ impl<S: EgressSource, R: Send + 'static> Shared<S, R> {
                 since = now;
             }
             since = due.map_or(since, |due| since.max(due));
-            if self.awake {
+            if self.crew.awake {
                 std::hint::spin_loop();
             } else if now >= since && now - since < AWAKE {
                 breathe();

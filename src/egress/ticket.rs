@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use super::outputs::Channel;
 use crate::error::{Error, Kind, Refused, Result};
-use crate::sync::{AtomicU64, Condvar, Mutex, Ordering};
+use crate::sync::{Condvar, Mutex};
 use crate::trace;
 
 /// An item under way. It gives what the consumer made of it, or the output itself: by [`wait`](Ticket::wait),
@@ -50,23 +50,22 @@ enum Phase<R> {
 }
 
 /// Items that are over, for new ones: in the steady state none is allocated.
-pub(super) struct Spare<R> {
-    items: Mutex<Vec<Arc<Item<R>>>>,
+pub(super) struct Spare<R>(Mutex<Idle<R>>);
+
+struct Idle<R> {
+    items: Vec<Arc<Item<R>>>,
     /// How many are kept; none, once the pool is gone, since each of them keeps this.
-    most: AtomicU64,
+    most: usize,
 }
 
 impl<R> Spare<R> {
     pub(super) fn new(most: usize) -> Arc<Self> {
-        Arc::new(Self { items: Mutex::new(Vec::new()), most: AtomicU64::new(most as u64) })
+        Arc::new(Self(Mutex::new(Idle { items: Vec::new(), most })))
     }
 
     /// Keeps none any more.
     pub(super) fn close(&self) {
-        let mut items = self.items.lock();
-        self.most.store(0, Ordering::SeqCst);
-        let left = std::mem::take(&mut *items);
-        drop(items);
+        let left = std::mem::replace(&mut *self.0.lock(), Idle { items: Vec::new(), most: 0 });
         drop(left);
     }
 }
@@ -87,7 +86,7 @@ impl<R> Held<R> {
         channel: Option<(Arc<Channel<R>>, u64)>,
     ) -> (Self, Self) {
         let state = State { number, channel, phase: Phase::Open { cancelled: false, waker: None }, holders: 2 };
-        let used = spare.items.lock().pop();
+        let used = spare.0.lock().items.pop();
         let item = match used {
             Some(item) => {
                 *item.state.lock() = state;
@@ -118,12 +117,11 @@ impl<R> Drop for Held<R> {
         }
         let left = (std::mem::replace(&mut state.phase, Phase::Taken), state.channel.take());
         drop(state);
-        let spare = &self.item.spare;
-        let mut items = spare.items.lock();
-        if (items.len() as u64) < spare.most.load(Ordering::SeqCst) {
-            items.push(self.item.clone());
+        let mut idle = self.item.spare.0.lock();
+        if idle.items.len() < idle.most {
+            idle.items.push(self.item.clone());
         }
-        drop(items);
+        drop(idle);
         // Not under a lock: a caller's value.
         drop(left);
     }
@@ -320,7 +318,7 @@ mod loom_tests {
             let worker = thread::spawn(move || worker.finish(Ok(7)));
             drop(ticket);
             worker.join().unwrap();
-            assert_eq!(spare.items.lock().len(), 1);
+            assert_eq!(spare.0.lock().items.len(), 1);
             let (ticket, _worker) = Held::pair(&spare, 1, 0, None);
             // Who gives up the earlier one does not meet this.
             late.finish(0, Ok(9));

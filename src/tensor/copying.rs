@@ -13,7 +13,7 @@ use parking_lot::{Condvar, Mutex};
 
 use crate::complete::{Job, Signal};
 use crate::device::Device;
-use crate::driver::memory::{adopt_slice, alloc_device, drop_bound};
+use crate::driver::memory::{adopt_slice, alloc_device, free_slice};
 use crate::driver::{Context, Event, Stream, Way};
 use crate::element::{Element, bytes_of};
 use crate::error::{Error, Kind, Refused, Result};
@@ -60,8 +60,7 @@ impl<T: Element> Held<T> {
 impl<T: Element> Drop for Held<T> {
     fn drop(&mut self) {
         if let Some(slice) = self.slice.take() {
-            let cuda = slice.context().clone();
-            drop_bound(&self.context, &cuda, Box::new(slice));
+            free_slice(&self.context, slice);
         }
     }
 }

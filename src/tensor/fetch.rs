@@ -2,17 +2,17 @@
 
 use std::sync::Arc;
 
-use cudarc::driver::{CudaSlice, CudaStream};
+use cudarc::driver::CudaSlice;
 
 use super::landed::HostTensor;
 use super::store::retry_after_drain;
 use crate::complete::free_later;
 use crate::device::Device;
 use crate::driver::lane::Passed;
-use crate::driver::memory::{SharedSlice, adopt_slice, drop_bound, note_write, slice_address};
-use crate::driver::{Event, Pending, Stream, copy};
+use crate::driver::memory::{SharedSlice, adopt_slice, free_shared, free_slice, note_write, slice_address};
+use crate::driver::{Context, Event, Pending, Stream, copy};
 use crate::element::Element;
-use crate::error::{Error, Kind, Refused, Result};
+use crate::error::{Error, Refused, Result};
 use crate::pool::PinnedBuffer;
 
 const SUBMIT: &str = "submitting to an egress pool";
@@ -23,7 +23,6 @@ pub struct Fetch<S: Source> {
     ends: Option<(S, PinnedBuffer)>,
     address: u64,
     elements: usize,
-    bytes: usize,
     /// What the stream comes after.
     after: [Option<Event>; 2],
     /// It may be under way.
@@ -40,40 +39,37 @@ pub trait Source: Send + Sized + 'static {
 
 impl<T: Element> Source for CudaSlice<T> {
     fn let_go(self, device: &Device) {
-        let cuda = self.context().clone();
-        match delay(device, self.stream()) {
-            None => drop_bound(device.context(), &cuda, self),
-            Some(pending) => free_later(device.context(), cuda, device.waiter(), Box::new(self), pending),
-        }
+        free_landed(device, self, free_slice);
     }
 }
 
 impl<T: Element> Source for SharedSlice<T> {
     fn let_go(self, device: &Device) {
-        let context = device.context();
         // Whoever has the last handle frees it.
-        let Some(slice) = self.into_last() else { return };
-        let cuda = slice.context().clone();
-        match delay(device, slice.stream()) {
-            None => SharedSlice::last(context, slice),
-            Some(pending) => free_later(context, cuda, device.waiter(), Box::new(slice), pending),
+        if let Some(slice) = self.into_last() {
+            free_landed(device, slice, free_shared);
         }
     }
 }
 
-/// What the free of a slice on its stream has to wait for, where it can not be submitted at once.
-fn delay(device: &Device, stream: &Arc<CudaStream>) -> Option<Vec<Pending>> {
-    let (context, stream) = (device.context(), Stream::of_caller(stream));
-    if stream.is_per_thread() {
-        // Of this thread, which has nothing there.
-        return None;
+/// Frees a slice by `free`; by the waiter, where its stream is captured, or cudarc would block.
+fn free_landed<T: Element>(device: &Device, slice: CudaSlice<T>, free: fn(&Arc<Context>, CudaSlice<T>)) {
+    let (context, stream) = (device.context(), Stream::of_caller(slice.stream()));
+    let mut pending = Vec::new();
+    // A thread's own stream is this thread's here, which has nothing on it.
+    if !stream.is_per_thread() {
+        let asked = context.to_submit().and_then(|_bound| stream.check_not_capturing("freeing device memory"));
+        if asked.is_err_and(|error| error.is_capturing()) {
+            pending.push(Pending::Capture(stream.clone()));
+        }
+        if !context.cuda().has_async_alloc() {
+            pending.push(Pending::Stream(stream));
+        }
     }
-    let free = context.to_submit().and_then(|_bound| stream.check_not_capturing("freeing device memory"));
-    let captured = free.is_err_and(|error| error.is_capturing());
-    // cudarc would block in its drop.
-    let blocks = !context.cuda().has_async_alloc();
-    let capture = captured.then(|| Pending::Capture(stream.clone()));
-    (captured || blocks).then(|| capture.into_iter().chain(blocks.then_some(Pending::Stream(stream))).collect())
+    match pending.is_empty() {
+        true => free(context, slice),
+        false => free_later(context, slice.context().clone(), device.waiter(), Box::new(slice), pending),
+    }
 }
 
 /// Page-locked memory for a slice, if that is to be had at once. (Else the slice goes the way of a tensor, which can do without.)
@@ -98,12 +94,12 @@ impl<S: Source> Fetch<S> {
         (producer, stream): (&Stream, Arc<Stream>),
         address: impl FnOnce(&mut S, &Stream) -> Result<u64>,
     ) -> Result<Self, Refused<S>> {
-        let (context, bytes) = (device.context(), elements * size_of::<T>());
+        let context = device.context();
         let prepare = || {
             let _bound = context.to_submit()?;
             producer.check_not_capturing(SUBMIT)?;
-            if bytes > target.capacity() {
-                return Err(Error::new(Kind::TooLarge { bytes: bytes as u64, most: target.capacity() as u64 }));
+            if target.len() != elements * size_of::<T>() {
+                return Err(Error::unsupported(SUBMIT, "the buffer is of another size"));
             }
             let address = address(&mut source, producer)?;
             let mut after = [Some(Event::record(context, producer)?), None];
@@ -118,7 +114,7 @@ impl<S: Source> Fetch<S> {
         match prepare() {
             Ok((address, after)) => {
                 let (ends, device) = (Some((source, target)), device.clone());
-                Ok(Self { ends, address, elements, bytes, after, launched: false, device, stream })
+                Ok(Self { ends, address, elements, after, launched: false, device, stream })
             }
             Err(error) => Err(Refused { error, value: source }),
         }
@@ -130,14 +126,14 @@ impl<S: Source> Fetch<S> {
     /// The driver refused. Part of it may be under way.
     pub(crate) fn launch(&mut self) -> Result<()> {
         let (Some((_, target)), false) = (&self.ends, self.launched) else { return Ok(()) };
-        let _range = crate::trace::range(c"download", self.bytes);
+        let _range = crate::trace::range(c"download", target.len());
         let _bound = self.device.context().to_submit()?;
         for event in self.after.iter_mut().filter_map(Option::take) {
             self.stream.wait_for(&event)?;
         }
         self.launched = true;
-        // SAFETY: the source has as many bytes, the target room for them, and both are kept until the copy has run.
-        unsafe { copy::device_to_host(target.host().as_ptr(), self.address, self.bytes, &self.stream) }
+        // SAFETY: the source has as many bytes as the target (`prepare`), and both are kept until the copy has run.
+        unsafe { copy::device_to_host(target.host().as_ptr(), self.address, target.len(), &self.stream) }
     }
 
     /// The elements, which have come; nothing else is left of it.

@@ -11,7 +11,7 @@ use transfer_tensor::{EgressPool, HostTensor, Output, Ticket, TransferTensor};
 
 use crate::egress::{LEN, builder, slice};
 use crate::pool::until;
-use crate::support::{Gpu, H200, HANG, within};
+use crate::support::{Gpu, H200, HANG, in_a_forked_child, within};
 
 pub(crate) const LIMIT: Duration = Duration::from_secs(5);
 
@@ -69,50 +69,35 @@ fn what_was_not_asked_for_is_not_held_up_by_what_is() {
 /// A child of a fork is refused, also where there is no room that anybody could make.
 #[test]
 fn a_forked_child_is_refused_rather_than_kept_waiting() {
-    unsafe extern "C" {
-        fn fork() -> i32;
-        fn waitpid(pid: i32, status: *mut i32, options: i32) -> i32;
-        fn _exit(code: i32) -> !;
-        fn alarm(seconds: u32) -> u32;
-    }
     let Some(gpu) = Gpu::simulated(H200).map(Gpu::keeping) else { return };
     let pool: EgressPool<CudaSlice<u8>> = builder(&gpu).capacity(1).tickets().unwrap();
     let kept = pool.submit(slice(&gpu, 0)).unwrap().wait().unwrap();
     let source = slice(&gpu, 1);
     gpu.context.synchronize().unwrap();
-    // SAFETY: the child submits and ends.
-    match unsafe { fork() } {
-        0 => {
-            // SAFETY: it ends the child if that hangs.
-            unsafe { alarm(3) };
-            let refused = pool.submit(source).is_err_and(|refused| {
-                let forked = refused.error.is_forked();
-                std::mem::forget(refused.value);
-                forked
-            });
-            // SAFETY: nothing of the child's is needed any more.
-            unsafe { _exit(i32::from(!refused)) }
-        }
-        pid => {
-            let mut status = 0;
-            // SAFETY: a child of ours and a place for its status.
-            unsafe { waitpid(pid, &raw mut status, 0) };
-            assert_eq!(status, 0, "ended by a signal: it hangs");
-        }
-    }
+    let mut source = Some(source);
+    let status = in_a_forked_child(&mut || {
+        let refused = pool.submit(source.take().unwrap()).unwrap_err();
+        let forked = refused.error.is_forked();
+        std::mem::forget(refused.value);
+        forked
+    });
+    assert_eq!(status, 0, "ended by a signal: it hangs");
     drop((kept, pool, source));
     gpu.finish();
+}
+
+/// A task that keeps a pool.
+struct Task(Mutex<Option<EgressPool<CudaSlice<u8>, u8>>>);
+
+impl Wake for Task {
+    fn wake(self: Arc<Self>) {
+        drop(self.0.lock());
+    }
 }
 
 /// A task's waker may be all that keeps the task, and the task all that keeps the pool.
 #[test]
 fn a_waker_that_is_replaced_may_drop_the_pool() {
-    struct Task(Mutex<Option<EgressPool<CudaSlice<u8>, u8>>>);
-    impl Wake for Task {
-        fn wake(self: Arc<Self>) {
-            drop(self.0.lock());
-        }
-    }
     let gpu = Gpu::any(H200).keeping();
     let pool: EgressPool<CudaSlice<u8>, u8> = builder(&gpu).consumer(|out: Output<Bytes>| out[0]).unwrap();
     pool.submit(slice(&gpu, 0)).unwrap().wait().unwrap();
@@ -136,12 +121,6 @@ fn a_waker_that_is_replaced_may_drop_the_pool() {
 /// As above, for outputs.
 #[test]
 fn a_waker_that_is_replaced_may_drop_the_pool_of_outputs() {
-    struct Task(Mutex<Option<EgressPool<CudaSlice<u8>, u8>>>);
-    impl Wake for Task {
-        fn wake(self: Arc<Self>) {
-            drop(self.0.lock());
-        }
-    }
     let gpu = Gpu::any(H200).keeping();
     let pool: EgressPool<CudaSlice<u8>, u8> = builder(&gpu).consumer(|out: Output<Bytes>| out[0]).unwrap();
     pool.submit(slice(&gpu, 0)).unwrap().wait().unwrap();

@@ -12,7 +12,7 @@ use transfer_tensor::{EgressPool, HostTensor, Order, Output, Stage, Strategy, Ta
 
 use crate::egress::{FAULT, LEN, builder, held, slice};
 use crate::pool::until;
-use crate::support::{Gpu, H200, HANG};
+use crate::support::{Gpu, H200, HANG, in_a_forked_child};
 
 const LIMIT: Duration = Duration::from_secs(5);
 
@@ -384,12 +384,6 @@ fn a_shutdown_counts_no_item_twice() {
 /// A child of a fork has no threads: it drops what it inherited without waiting for them.
 #[test]
 fn a_forked_child_drops_a_pool_at_once() {
-    unsafe extern "C" {
-        fn fork() -> i32;
-        fn waitpid(pid: i32, status: *mut i32, options: i32) -> i32;
-        fn _exit(code: i32) -> !;
-        fn alarm(seconds: u32) -> u32;
-    }
     let Some(gpu) = Gpu::simulated(H200).map(Gpu::keeping) else { return };
     for open in [false, true] {
         let pool: EgressPool<CudaSlice<u8>, u8> =
@@ -399,23 +393,13 @@ fn a_forked_child_drops_a_pool_at_once() {
         gpu.context.synchronize().unwrap();
         let gate = gpu.gate(&gpu.stream);
         let ticket = open.then(|| pool.submit(source).unwrap());
-        // SAFETY: the child drops the pool and ends.
-        match unsafe { fork() } {
-            0 => {
-                // SAFETY: it ends the child if that hangs.
-                unsafe { alarm(5) };
-                drop(pool);
-                // SAFETY: nothing of the child's is needed any more.
-                unsafe { _exit(0) }
-            }
-            pid => {
-                let mut status = 0;
-                // SAFETY: a child of ours and a place for its status.
-                unsafe { waitpid(pid, &raw mut status, 0) };
-                gate.open();
-                assert_eq!(status, 0, "open: {open}; ended by a signal: it hangs");
-            }
-        }
+        let mut pool = Some(pool);
+        let status = in_a_forked_child(&mut || {
+            drop(pool.take());
+            true
+        });
+        gate.open();
+        assert_eq!(status, 0, "open: {open}; ended by a signal: it hangs");
         if let Some(ticket) = ticket {
             ticket.wait().unwrap();
         }

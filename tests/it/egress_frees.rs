@@ -38,6 +38,20 @@ fn a_refused_slice_of_a_threads_default_stream_is_freed_after_its_kernels() {
     gpu.finish();
 }
 
+/// Ends the capture of the test's stream: what the driver said, and how many nodes there are.
+fn end_capture(gpu: &Gpu) -> (u32, usize) {
+    let (mut graph, mut nodes) = (std::ptr::null_mut(), 0);
+    // SAFETY: a live stream, and places for the graph and the number of its nodes.
+    unsafe {
+        let ended = sys::cuStreamEndCapture(gpu.stream.cu_stream(), &raw mut graph) as u32;
+        if ended == 0 && !graph.is_null() {
+            assert_eq!(sys::cuGraphGetNodes(graph, std::ptr::null_mut(), &raw mut nodes) as u32, 0);
+            assert_eq!(sys::cuGraphDestroy(graph) as u32, 0);
+        }
+        (ended, nodes)
+    }
+}
+
 /// A capture that begins while a copy is under way gets nothing of ours, and the slice is freed after it.
 #[test]
 fn a_slice_that_lands_while_its_stream_is_captured_does_not_break_that() {
@@ -52,18 +66,7 @@ fn a_slice_that_lands_while_its_stream_is_captured_does_not_break_that() {
     gate.open();
     let out = ticket.wait_timeout(LIMIT).unwrap();
     assert_eq!(out[0], 1);
-    let mut graph = std::ptr::null_mut();
-    // SAFETY: a live stream, and a place for the graph.
-    let (ended, nodes) = unsafe {
-        let ended = sys::cuStreamEndCapture(gpu.stream.cu_stream(), &raw mut graph) as u32;
-        let mut nodes = 0;
-        if ended == 0 && !graph.is_null() {
-            assert_eq!(sys::cuGraphGetNodes(graph, std::ptr::null_mut(), &raw mut nodes) as u32, 0);
-            assert_eq!(sys::cuGraphDestroy(graph) as u32, 0);
-        }
-        (ended, nodes)
-    };
-    assert_eq!((ended, nodes), (0, 0), "something of ours got into the capture");
+    assert_eq!(end_capture(&gpu), (0, 0), "something of ours got into the capture");
     assert_eq!(gpu.device.stats().free_errors, 0);
     drop((pool, out));
     gpu.finish();
@@ -85,18 +88,7 @@ fn a_shared_slice_that_lands_while_its_stream_is_captured_does_not_break_that() 
         gate.open();
         let out = ticket.wait_timeout(LIMIT).unwrap();
         assert_eq!(out[0], 1);
-        let mut graph = std::ptr::null_mut();
-        // SAFETY: a live stream, and a place for the graph.
-        let (ended, nodes) = unsafe {
-            let ended = sys::cuStreamEndCapture(gpu.stream.cu_stream(), &raw mut graph) as u32;
-            let mut nodes = 0;
-            if ended == 0 && !graph.is_null() {
-                assert_eq!(sys::cuGraphGetNodes(graph, std::ptr::null_mut(), &raw mut nodes) as u32, 0);
-                assert_eq!(sys::cuGraphDestroy(graph) as u32, 0);
-            }
-            (ended, nodes)
-        };
-        assert_eq!((ended, nodes), (0, 0), "something of ours got into the capture; per thread: {per_thread}");
+        assert_eq!(end_capture(&gpu), (0, 0), "something of ours got into the capture; per thread: {per_thread}");
         assert_eq!(gpu.device.stats().free_errors, 0, "per thread: {per_thread}");
         drop((pool, out));
         // Who else may have used it, on a default stream of his own, can not be asked for during a capture: then it is kept.
