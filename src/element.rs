@@ -177,6 +177,27 @@ pub(crate) fn bytes_of<T: Element>(elements: &[T]) -> &[u8] {
     unsafe { std::slice::from_raw_parts(elements.as_ptr().cast(), size_of_val(elements)) }
 }
 
+/// Has `write` write to the bytes of `elements`. Where it fails, panics or writes what is no `T`, they are zeros.
+pub(crate) fn write_bytes<T: Element>(elements: &mut [T], write: impl FnOnce(&mut [u8]) -> Result<()>) -> Result<()> {
+    /// Zeros for what nobody has checked.
+    struct Unchecked<'a>(&'a mut [u8]);
+
+    impl Drop for Unchecked<'_> {
+        fn drop(&mut self) {
+            self.0.fill(0);
+        }
+    }
+
+    // SAFETY: an `Element` has no padding, and is as long as its bytes. Nobody sees what is written as a `T` before it was checked, or
+    // became zeros, which are values of every `T`.
+    let bytes = unsafe { std::slice::from_raw_parts_mut(elements.as_mut_ptr().cast::<u8>(), size_of_val(elements)) };
+    let unchecked = Unchecked(bytes);
+    write(unchecked.0)?;
+    validate::<T>(unchecked.0)?;
+    std::mem::forget(unchecked);
+    Ok(())
+}
+
 /// Fails with the first element among `bytes` that is no `T`.
 pub(crate) fn validate<T: Element>(bytes: &[u8]) -> Result<()> {
     match T::first_invalid(bytes) {
@@ -218,6 +239,31 @@ mod tests {
             agree::<float8::F8E4M3>();
             agree::<float8::F8E5M2>();
         }
+    }
+
+    #[test]
+    fn what_is_no_value_becomes_zeros() {
+        let mut flags = [true; 3];
+        write_bytes(&mut flags, |bytes| {
+            bytes[1] = 0;
+            Ok(())
+        })
+        .unwrap();
+        assert_eq!(flags, [true, false, true]);
+        let two = |bytes: &mut [u8]| {
+            bytes[2] = 2;
+            Ok(())
+        };
+        assert!(write_bytes(&mut flags, two).unwrap_err().is_invalid_input());
+        assert_eq!(flags, [false; 3]);
+        let panics = std::panic::AssertUnwindSafe(|| {
+            write_bytes(&mut flags, |bytes| {
+                bytes[0] = 7;
+                panic!("a reader's own")
+            })
+        });
+        assert!(std::panic::catch_unwind(panics).is_err());
+        assert_eq!(flags, [false; 3]);
     }
 
     #[test]

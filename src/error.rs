@@ -84,7 +84,6 @@ pub(crate) enum Kind {
     /// A thread of this crate could not be started or is gone.
     Thread { what: String },
     /// A file could not be opened or read, or was changed meanwhile.
-    #[cfg_attr(not(feature = "safetensors"), allow(dead_code))]
     File { path: PathBuf, why: String },
     /// What a file says about itself does not hold.
     #[cfg_attr(not(feature = "safetensors"), allow(dead_code))]

@@ -91,8 +91,8 @@ pub use cudarc;
 pub use device::{Device, DeviceBuilder, DeviceStats};
 pub use driver::managed::{Advice, Location};
 pub use egress::{
-    Delivered, EgressHealth, EgressPool, EgressPoolBuilder, EgressSender, EgressSource, EgressStats, OnError, Output,
-    Outputs, Shutdown, Stage, Tagged, Ticket,
+    Chunked, Delivered, EgressHealth, EgressPool, EgressPoolBuilder, EgressSender, EgressSource, EgressStats, OnError,
+    Output, Outputs, Shutdown, Stage, Tagged, Ticket,
 };
 pub use element::{DType, Element};
 pub use error::{Error, Refused, Result};
@@ -109,8 +109,8 @@ pub use platform::{Attributes, Capabilities, Detector, MemoryFigures, MemoryMode
 pub use pool::{PinnedBuffer, PinnedPool, PoolOptions, PoolStats, WhenFull};
 pub use rows::Rows;
 pub use tensor::{
-    BothEnds, Copying, DeviceMemory, DeviceMut, DeviceRef, DynTensor, HostMut, HostRef, HostTensor, SharedTensor,
-    TensorOptions, TensorView, TensorViewMut, Transfer, TransferTensor,
+    BothEnds, Chunks, Copying, DeviceMemory, DeviceMut, DeviceRef, DynTensor, HostMut, HostRef, HostTensor,
+    SharedTensor, TensorOptions, TensorView, TensorViewMut, Transfer, TransferTensor,
 };
 
 /// The README's example compiles.

@@ -39,7 +39,7 @@ pub(super) struct Crew<I> {
     woken: Condvar,
     /// How many consume at a time.
     most: usize,
-    /// Somebody always leads, and does not rest.
+    /// Who leads does not rest, and leads on where nothing is under way.
     pub(super) awake: bool,
 }
 
@@ -138,14 +138,15 @@ impl<I> Crew<I> {
         }
     }
 
-    /// Whether there is something to ask for.
+    /// Whether a thread that has nothing else to do is to lead.
     fn to_lead(&self) -> bool {
         self.is_flying() || self.awake && !self.is_closed()
     }
 
     /// Wakes another thread if there is something to do for it and nobody about to.
     fn hand_on(&self, state: &mut State<I>) {
-        let work = state.consuming < self.most && state.ready.has_next() || !state.leading && self.to_lead();
+        // (An awake pool's leader that consumes leads on when it has; it need wake nobody to do that meanwhile.)
+        let work = state.consuming < self.most && state.ready.has_next() || !state.leading && self.is_flying();
         let about = state.threads - state.asleep - state.consuming - usize::from(state.leading);
         if !work || about > 0 {
             return;
@@ -168,12 +169,13 @@ impl<I> Crew<I> {
         }
     }
 
-    /// An item is about to be submitted, so that who is to ask for it wakes up meanwhile. Whether somebody is awake.
+    /// An item is about to be submitted, so that who is to ask for it wakes up meanwhile. Whether that one, being awake, can as well submit
+    /// it; what comes alone to an awake pool is there sooner if nobody else has to see it first.
     pub(super) fn launch(&self) -> bool {
-        self.flying.fetch_add(1, Ordering::SeqCst);
+        let alone = self.flying.fetch_add(1, Ordering::SeqCst) == 0;
         self.news.fetch_add(1, Ordering::SeqCst);
         if self.leader.load(Ordering::SeqCst) == ASKS {
-            return true;
+            return !(self.awake && alone);
         }
         let mut state = self.state.lock();
         self.rouse(&mut state);
@@ -275,11 +277,14 @@ mod loom_tests {
                     crew.next(Done::Consumed)
                 }
                 Task::Lead => {
-                    while found.is_empty() && crew.is_flying() && !crew.is_called() {
+                    let on = || crew.is_flying() || crew.awake && !crew.is_closed();
+                    while found.is_empty() && on() && !crew.is_called() {
                         let seen = crew.news();
                         found.append(&mut sky.lock());
-                        if found.is_empty() {
-                            crew.rest(seen, Duration::ZERO);
+                        match crew.awake {
+                            true => thread::yield_now(),
+                            false if found.is_empty() => crew.rest(seen, Duration::ZERO),
+                            false => {}
                         }
                     }
                     crew.next(Done::Led(&mut found))
@@ -339,6 +344,29 @@ mod loom_tests {
             }
             crew.close();
             assert_eq!(thread.join().unwrap(), [0, 1]);
+        });
+    }
+
+    /// Who leads an awake crew consumes without waking anybody, unless more is under way.
+    #[test]
+    fn an_awake_crew_consumes_each_item_once() {
+        model(|| {
+            let (crew, sky) = (Arc::new(Crew::new(Order::Completion, 1, true)), Sky::default());
+            let threads: Vec<_> = (0..2)
+                .map(|_| {
+                    let (crew, sky) = (crew.clone(), sky.clone());
+                    thread::spawn(move || work(&crew, &sky))
+                })
+                .collect();
+            submit(&crew, &sky, 0);
+            submit(&crew, &sky, 1);
+            while crew.is_flying() || crew.len() > 0 {
+                thread::yield_now();
+            }
+            crew.close();
+            let mut all: Vec<u64> = threads.into_iter().flat_map(|thread| thread.join().unwrap()).collect();
+            all.sort_unstable();
+            assert_eq!(all, [0, 1]);
         });
     }
 

@@ -25,7 +25,7 @@ use std::time::{Duration, Instant};
 
 pub use output::Output;
 pub use outputs::{Delivered, Outputs};
-pub use source::{EgressSource, Tagged};
+pub use source::{Chunked, EgressSource, Tagged};
 pub use stats::{EgressHealth, EgressStats, Shutdown};
 pub use ticket::Ticket;
 
@@ -38,6 +38,7 @@ use crate::device::Device;
 use crate::driver::lane::{Lane, Lanes};
 use crate::error::{Error, Kind, Refused, Result, quietly};
 use crate::order::Order;
+use crate::os::bind;
 use crate::pool::WhenFull;
 use crate::trace;
 
@@ -132,6 +133,7 @@ pub struct EgressPoolBuilder<'d> {
     when_full: WhenFull,
     on_error: OnError,
     name: String,
+    cpus: Option<Vec<usize>>,
     on_start: Option<Arc<dyn Fn(usize) + Send + Sync>>,
     observer: Option<Observer>,
 }
@@ -149,6 +151,7 @@ impl EgressPool<crate::tensor::TransferTensor<u8>> {
             when_full: WhenFull::Block,
             on_error: OnError::default(),
             name: "transfer-out".into(),
+            cpus: None,
             on_start: None,
             observer: None,
         }
@@ -206,7 +209,13 @@ impl EgressPoolBuilder<'_> {
         self
     }
 
-    /// Runs at the beginning of each worker thread, with its number: to bind it to CPUs, or to set its priority.
+    /// The CPUs that the pool's threads run on, by the system's numbers: those of the GPU's NUMA node, say. On Linux only.
+    pub fn cpus(mut self, cpus: impl IntoIterator<Item = usize>) -> Self {
+        self.cpus = Some(cpus.into_iter().collect());
+        self
+    }
+
+    /// Runs at the beginning of each worker thread, with its number: to set its priority, say.
     pub fn on_start(mut self, start: impl Fn(usize) + Send + Sync + 'static) -> Self {
         self.on_start = Some(Arc::new(start));
         self
@@ -221,7 +230,7 @@ impl EgressPoolBuilder<'_> {
     /// A pool whose consumer is `consumer`, on the workers; tickets give what it returns.
     ///
     /// # Errors
-    /// A thread can not be started.
+    /// A thread can not be started, or bound to its CPUs.
     pub fn consumer<S: EgressSource, R: Send + 'static>(
         self,
         consumer: impl Fn(Output<S::Output>) -> R + Send + Sync + 'static,
@@ -235,7 +244,7 @@ impl EgressPoolBuilder<'_> {
     /// A pool without a consumer of its own, and with one thread: tickets and [`Outputs`] give the outputs themselves.
     ///
     /// # Errors
-    /// The thread can not be started.
+    /// The thread can not be started, or bound to its CPUs.
     pub fn tickets<S: EgressSource>(mut self) -> Result<EgressPool<S>> {
         self.workers = 0;
         self.build(Box::new(|output: Output<S::Output>| {
@@ -275,7 +284,10 @@ impl EgressPoolBuilder<'_> {
             let name = format!("{}-{number}", self.name);
             let thread = std::thread::Builder::new().name(name.clone()).spawn(work);
             // Those that run end with the pool, which is dropped here.
-            pool.threads.push(thread.map_err(|error| Error::new(Kind::Thread { what: format!("{name}: {error}") }))?);
+            let thread = thread.map_err(|error| Error::new(Kind::Thread { what: format!("{name}: {error}") }))?;
+            let bound = self.cpus.as_ref().map_or(Ok(()), |cpus| bind(&thread, cpus));
+            pool.threads.push(thread);
+            bound?;
         }
         Ok(pool)
     }

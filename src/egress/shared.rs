@@ -145,7 +145,7 @@ impl<S: EgressSource, R: Send + 'static> Shared<S, R> {
         // From here on it is open, and must be delivered or given up.
         let permit = Permit::new(self.gate.clone(), bytes);
         let start = Instant::now();
-        let asked_for = self.crew.launch();
+        let leave_it = self.crew.launch();
         let refuse = |permit: Permit, error, value| {
             self.crew.withdraw();
             drop(permit);
@@ -160,8 +160,8 @@ impl<S: EgressSource, R: Send + 'static> Shared<S, R> {
             Err(Refused { error, value }) => return refuse(permit, error, value),
         };
         let ahead = way.ahead();
-        // Who asks for it, if somebody does just now, can as well submit it: that is most of the time that it takes.
-        let deferred = asked_for && matches!(ahead, Ahead::Lane(..));
+        // Submitting is most of the time that it takes.
+        let deferred = leave_it && matches!(ahead, Ahead::Lane(..));
         if !deferred && let Err(error) = S::launch(&mut begun) {
             return refuse(permit, error, quietly(|| S::back(begun)).ok().flatten());
         }
@@ -212,6 +212,8 @@ impl<S: EgressSource, R: Send + 'static> Shared<S, R> {
 
     /// The work of one of the pool's threads.
     pub(super) fn work(&self) {
+        // For good: else each call would make it current, and put back what was. (Without it, each call says why.)
+        let _bound = self.device.context().to_submit();
         let (mut found, mut batch) = (Vec::new(), Vec::new());
         let mut task = self.crew.next(Done::Nothing);
         loop {
@@ -251,7 +253,8 @@ impl<S: EgressSource, R: Send + 'static> Shared<S, R> {
                 return;
             }
             if idle && self.crew.awake {
-                while !self.crew.is_flying() && !over() {
+                // Without touching what those who submit write to.
+                while self.crew.news() == news && !over() {
                     std::hint::spin_loop();
                 }
                 continue;

@@ -12,7 +12,7 @@ use crate::driver::{Pending, Stream};
 use crate::element::Element;
 use crate::error::{Refused, Result};
 use crate::tensor::fetch::{self, Fetch, Source};
-use crate::tensor::{HostTensor, TransferTensor};
+use crate::tensor::{Chunks, HostTensor, TransferTensor};
 
 /// A result on the device, or several of one step, to be brought to the host by an [`EgressPool`](crate::EgressPool).
 ///
@@ -20,6 +20,7 @@ use crate::tensor::{HostTensor, TransferTensor};
 /// |---|---|
 /// | [`TransferTensor<T>`] | [`HostTensor<T>`]; nothing is copied where host and device share the memory |
 /// | `CudaSlice<T>`, `Arc<CudaSlice<T>>` | [`HostTensor<T>`] of one dimension, copied once |
+/// | [`Chunked<T>`](Chunked) | [`Chunks<T>`](crate::Chunks), for a consumer that asks for one chunk after another |
 /// | `Vec<S>`, `(A, B)`, `(A, B, C)` | the same of what comes out for each |
 /// | [`Tagged<S, K>`](Tagged) | the same, with the tag |
 ///
@@ -254,6 +255,81 @@ impl<T: Element> Sealed for Arc<CudaSlice<T>> {
             SliceFlying::Fetch(fetch) => fetch.handle(),
             SliceFlying::Tensor(_, shared) => shared.handle(),
         }
+    }
+}
+
+/// A slice that is brought to the host chunk by chunk, through two of them, however large it is: for results that are larger than all room, or
+/// than page-locked memory should be. It takes room for two chunks.
+///
+/// ```
+/// # cuda_sim::install().unwrap();
+/// # let gpu = cuda_sim::device("x86_h200_sxm_gen5").unwrap();
+/// # let stream = transfer_tensor::cudarc::driver::CudaContext::new(gpu.ordinal())?.new_stream()?;
+/// use transfer_tensor::{Chunked, Chunks, Device, EgressPool, Output};
+///
+/// let device = Device::new(&stream)?;
+/// let pool = EgressPool::builder(&device).budget(64 << 10).consumer(|mut result: Output<Chunks<f32>>| {
+///     let mut sum = 0.0;
+///     while let Some(chunk) = result.next_chunk()? {
+///         sum += chunk.iter().sum::<f32>(); // write it to a file; the next one comes meanwhile
+///     }
+///     Ok::<_, transfer_tensor::Error>(sum)
+/// })?;
+/// let result = stream.clone_htod(&vec![1.0f32; 100_000])?; // 400 kB
+/// assert_eq!(pool.submit(Chunked::new(result, 32 << 10))?.wait()??, 100_000.0);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct Chunked<T: Element> {
+    slice: Arc<CudaSlice<T>>,
+    elements: usize,
+}
+
+impl<T: Element> Chunked<T> {
+    /// A slice, or an `Arc` of one, in chunks of so many bytes: whole elements, and at least one.
+    pub fn new(slice: impl Into<Arc<CudaSlice<T>>>, bytes: usize) -> Self {
+        Self { slice: slice.into(), elements: (bytes / size_of::<T>()).max(1) }
+    }
+
+    /// The slice.
+    pub fn into_inner(self) -> Arc<CudaSlice<T>> {
+        self.slice
+    }
+}
+
+impl<T: Element> EgressSource for Chunked<T> {
+    type Output = Chunks<T>;
+}
+
+impl<T: Element> Sealed for Chunked<T> {
+    type Flying = Chunks<T>;
+    type Landed = Chunks<T>;
+
+    fn bytes(&self) -> u64 {
+        let elements = self.slice.len().min(self.elements.saturating_mul(2));
+        (elements as u64).saturating_mul(size_of::<T>() as u64)
+    }
+
+    fn begin(self, way: &mut Way<'_>) -> Result<Self::Flying, Refused<Option<Self>>> {
+        let mut begin = || {
+            let producer = Stream::of_caller(self.slice.stream());
+            let stream = way.lane(&producer, usize::try_from(self.bytes()).unwrap_or(usize::MAX))?;
+            let shared = SharedSlice::new(way.device.context(), self.slice.clone());
+            Chunks::prepare(way.device, shared, self.elements, &producer, stream)
+        };
+        begin().map_err(|error| Refused { error, value: Some(self) })
+    }
+
+    fn launch(chunks: &mut Chunks<T>) -> Result<()> {
+        chunks.launch()
+    }
+
+    fn land(chunks: Chunks<T>, passed: &Passed) -> Result<Chunks<T>> {
+        Ok(chunks.land(passed))
+    }
+
+    fn back(chunks: Chunks<T>) -> Option<Self> {
+        Some(Self { slice: chunks.handle()?, elements: chunks.chunk_len() })
     }
 }
 

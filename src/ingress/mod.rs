@@ -12,7 +12,10 @@
 mod batch;
 mod shared;
 
+use std::collections::BTreeMap;
 use std::fmt;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::thread::JoinHandle;
@@ -21,9 +24,10 @@ pub use batch::IngressBatch;
 
 use self::shared::{Shared, Source};
 use crate::device::Device;
-use crate::element::Element;
+use crate::element::{Element, write_bytes};
 use crate::error::{Error, Kind, Result};
 use crate::layout::Shape;
+use crate::os::{ReadFile, bind};
 use crate::plan::Access;
 use crate::trace;
 
@@ -109,6 +113,7 @@ pub struct IngressBuilder<'d> {
     threads: usize,
     access: Access,
     name: String,
+    cpus: Option<Vec<usize>>,
 }
 
 impl IngressPrefetcher<u8, std::convert::Infallible> {
@@ -121,6 +126,7 @@ impl IngressPrefetcher<u8, std::convert::Infallible> {
             threads: 1,
             access: Access::Streaming,
             name: "transfer-in".into(),
+            cpus: None,
         }
     }
 }
@@ -150,11 +156,17 @@ impl IngressBuilder<'_> {
         self
     }
 
+    /// The CPUs that the loader threads run on, by the system's numbers: those of the GPU's NUMA node, say. On Linux only.
+    pub fn cpus(mut self, cpus: impl IntoIterator<Item = usize>) -> Self {
+        self.cpus = Some(cpus.into_iter().collect());
+        self
+    }
+
     /// Batches that `fill` writes: it gets the batch's number, from 0 on, and all its elements, with whatever they held before, and says how many
     /// rows it has filled; 0 is the end. Several threads call it at once, if there are several, in any order.
     ///
     /// # Errors
-    /// The shape has no rows or is too large; a thread can not be started.
+    /// The shape has no rows or is too large; a thread can not be started, or bound to its CPUs.
     pub fn fill<T: Element, E: Send + 'static>(
         self,
         fill: impl Fn(u64, &mut [T]) -> Result<usize, E> + Send + Sync + 'static,
@@ -200,6 +212,64 @@ impl IngressBuilder<'_> {
         self.build(Source::Items(Box::new(make)), 1)
     }
 
+    /// Batches that are read from files: a batch for each range of a file's bytes, in the order given, straight to the memory that is copied from.
+    /// The bytes are the elements, as the machine has them (little-endian).
+    ///
+    /// ```
+    /// # cuda_sim::install().unwrap();
+    /// # let gpu = cuda_sim::device("x86_h200_sxm_gen5").unwrap();
+    /// # let stream = transfer_tensor::cudarc::driver::CudaContext::new(gpu.ordinal())?.new_stream()?;
+    /// # let folder = tempfile::tempdir()?;
+    /// # let path = folder.path().join("samples.bin");
+    /// # std::fs::write(&path, vec![1u8; 100 * 4096])?;
+    /// use transfer_tensor::{Device, IngressPrefetcher};
+    ///
+    /// let device = Device::new(&stream)?;
+    /// let ranges = (0..100).step_by(32).map(|first: u64| (&path, first * 4096..(first + 32).min(100) * 4096));
+    /// let batches = IngressPrefetcher::builder(&device, [32, 4096]).threads(4).depth(4).file_ranges::<u8, _>(ranges)?;
+    /// let rows: Vec<_> = batches.map(|batch| batch.map(|batch| batch.rows())).collect::<Result<_, _>>()?;
+    /// assert_eq!(rows, [32, 32, 32, 4]);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`fill`](Self::fill). A file can not be opened, or is no regular file; a range is empty, is no whole number of rows, is more than a batch, or
+    /// reaches beyond the end of its file. Later, at its position: reading failed, the file was changed, a byte is no value of the type (`bool`).
+    pub fn file_ranges<T: Element, P: AsRef<Path>>(
+        self,
+        ranges: impl IntoIterator<Item = (P, Range<u64>)>,
+    ) -> Result<IngressPrefetcher<T, Error>> {
+        let row = self.shape.row_elements()?.saturating_mul(size_of::<T>()) as u64;
+        let most = self.shape.bytes(size_of::<T>())? as u64;
+        let (mut files, mut all) = (BTreeMap::<PathBuf, Arc<ReadFile>>::new(), Vec::new());
+        for (path, range) in ranges {
+            let path = path.as_ref();
+            let file = match files.get(path) {
+                Some(file) => file.clone(),
+                None => files.entry(path.into()).or_insert(Arc::new(ReadFile::open(path)?)).clone(),
+            };
+            let (start, end) = (range.start, range.end);
+            let bytes = end.saturating_sub(start);
+            if end > file.bytes() {
+                return Err(file.failed(format!("bytes {start}..{end} of {} were asked for", file.bytes())));
+            }
+            if row == 0 || bytes == 0 || bytes % row != 0 || bytes > most {
+                let what = format!("bytes {start}..{end}, in batches of {most} bytes with rows of {row}");
+                return Err(file.failed(format!("{what}: no whole number of rows, or too many")));
+            }
+            all.push((file, start, bytes));
+        }
+        self.fill(move |number, values: &mut [T]| {
+            let Some((file, start, bytes)) = usize::try_from(number).ok().and_then(|number| all.get(number)) else {
+                return Ok(0);
+            };
+            let values = values.get_mut(..*bytes as usize / size_of::<T>()).unwrap_or_default();
+            write_bytes(values, |bytes| file.read_at(*start, bytes))?;
+            file.check_unchanged()?;
+            Ok((bytes / row) as usize)
+        })
+    }
+
     fn build<T: Element, E: Send + 'static>(
         self,
         source: Source<T, E>,
@@ -220,7 +290,10 @@ impl IngressBuilder<'_> {
             });
             // Those that run end with the prefetcher, which is dropped here.
             let failed = |error| Error::new(Kind::Thread { what: format!("{name}: {error}") });
-            prefetcher.threads.push(thread.map_err(failed)?);
+            let thread = thread.map_err(failed)?;
+            let bound = self.cpus.as_ref().map_or(Ok(()), |cpus| bind(&thread, cpus));
+            prefetcher.threads.push(thread);
+            bound?;
         }
         Ok(prefetcher)
     }

@@ -1,13 +1,17 @@
 //! What the operating system is asked for directly.
 
-#[cfg(feature = "safetensors")]
+mod cpus;
 mod file;
+#[cfg(feature = "safetensors")]
+mod file_map;
 mod mapping;
 mod maps;
 mod stream;
 
+pub(crate) use cpus::bind;
+pub(crate) use file::ReadFile;
 #[cfg(feature = "safetensors")]
-pub(crate) use file::{FileMap, ReadFile};
+pub(crate) use file_map::FileMap;
 pub(crate) use mapping::{HUGE_PAGE, Mapping, advise_huge};
 pub(crate) use maps::is_file_backed;
 pub(crate) use stream::copy_past_caches;

@@ -24,7 +24,7 @@ pub struct Fetch<S: Source> {
     address: u64,
     elements: usize,
     /// What the stream comes after.
-    after: [Option<Event>; 2],
+    after: Points,
     /// It may be under way.
     launched: bool,
     device: Device,
@@ -77,8 +77,31 @@ pub(crate) fn room<T: Element>(device: &Device, slice: &CudaSlice<T>) -> Option<
     if slice.num_bytes() == 0 || !device.owns(slice.stream()) {
         return None;
     }
-    let acquire = || device.pool().try_acquire(slice.num_bytes());
-    acquire().or_else(|error| retry_after_drain(device, error, acquire)).ok()
+    acquire(device, slice.num_bytes()).ok()
+}
+
+/// Page-locked memory, without waiting for others to give theirs back.
+pub(super) fn acquire(device: &Device, bytes: usize) -> Result<PinnedBuffer> {
+    let acquire = || device.pool().try_acquire(bytes);
+    acquire().or_else(|error| retry_after_drain(device, error, acquire))
+}
+
+/// What copies come after.
+pub(super) type Points = [Option<Event>; 2];
+
+/// What `producer`, which is not being captured, has been given so far. A `Bound` is held.
+///
+/// # Errors
+/// The legacy stream is being captured, or the driver refused.
+pub(super) fn points(context: &Arc<Context>, producer: &Stream) -> Result<Points> {
+    let mut points = [Some(Event::record(context, producer)?), None];
+    if producer.is_per_thread() {
+        // Other threads' too, for which the legacy stream waits.
+        let legacy = Stream::of_caller(&context.cuda().default_stream());
+        legacy.check_not_capturing(SUBMIT)?;
+        points[1] = Some(Event::record(context, &legacy)?);
+    }
+    Ok(points)
 }
 
 impl<S: Source> Fetch<S> {
@@ -102,14 +125,7 @@ impl<S: Source> Fetch<S> {
                 return Err(Error::unsupported(SUBMIT, "the buffer is of another size"));
             }
             let address = address(&mut source, producer)?;
-            let mut after = [Some(Event::record(context, producer)?), None];
-            if producer.is_per_thread() {
-                // Other threads' too, for which the legacy stream waits.
-                let legacy = Stream::of_caller(&context.cuda().default_stream());
-                legacy.check_not_capturing(SUBMIT)?;
-                after[1] = Some(Event::record(context, &legacy)?);
-            }
-            Ok((address, after))
+            Ok((address, points(context, producer)?))
         };
         match prepare() {
             Ok((address, after)) => {
@@ -215,20 +231,26 @@ impl<T: Element> Fetch<SharedSlice<T>> {
 }
 
 /// Keeps `owner` until `stream` has passed what it was given.
-fn keep(device: &Device, stream: &Stream, owner: impl Send + 'static) {
+pub(super) fn keep(device: &Device, stream: &Stream, owner: impl Send + 'static) {
     let (context, pending) = (device.context(), vec![Pending::Stream(stream.clone())]);
     free_later(context, context.cuda().clone(), device.waiter(), Box::new(owner), pending);
 }
 
-/// Both ends of a copy that nobody waits for. The source is let go as it has to be.
-struct Ends<S: Source> {
-    ends: Option<(S, PinnedBuffer)>,
+/// Both ends of copies that nobody waits for. The source is let go as it has to be.
+pub(super) struct Ends<S: Source, B> {
+    ends: Option<(S, B)>,
     device: Device,
 }
 
-impl<S: Source> Drop for Ends<S> {
+impl<S: Source, B> Ends<S, B> {
+    pub(super) fn new(source: S, targets: B, device: &Device) -> Self {
+        Self { ends: Some((source, targets)), device: device.clone() }
+    }
+}
+
+impl<S: Source, B> Drop for Ends<S, B> {
     fn drop(&mut self) {
-        if let Some((source, _target)) = self.ends.take() {
+        if let Some((source, _targets)) = self.ends.take() {
             source.let_go(&self.device);
         }
     }
@@ -236,8 +258,8 @@ impl<S: Source> Drop for Ends<S> {
 
 impl<S: Source> Drop for Fetch<S> {
     fn drop(&mut self) {
-        let Some(ends) = self.ends.take() else { return };
-        let ends = Ends { ends: Some(ends), device: self.device.clone() };
+        let Some((source, target)) = self.ends.take() else { return };
+        let ends = Ends::new(source, target, &self.device);
         // Whether it has run is not known here.
         if self.launched {
             keep(&self.device, &self.stream, ends);

@@ -1,5 +1,6 @@
 //! The tensor that is handed between CPU and GPU.
 
+mod chunks;
 mod copying;
 mod device_guard;
 mod dynamic;
@@ -26,6 +27,7 @@ use std::sync::Arc;
 
 use cudarc::driver::CudaStream;
 
+pub use chunks::Chunks;
 pub use copying::{BothEnds, Copying};
 pub use device_guard::{DeviceMut, DeviceRef};
 pub use dynamic::DynTensor;

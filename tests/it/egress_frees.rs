@@ -18,10 +18,12 @@ fn a_refused_slice_of_a_threads_default_stream_is_freed_after_its_kernels() {
     let sim = gpu.sim.as_ref().unwrap();
     let pool: EgressPool<Vec<CudaSlice<u8>>> = builder(&gpu).low_latency(true).tickets().unwrap();
     drop(pool.submit(vec![slice(&gpu, 0), slice(&gpu, 0)]).unwrap().wait().unwrap());
-    let (first, mut second) = (slice(&gpu, 1), slice(&gpu, 2));
+    let (held, first, mut second) = (slice(&gpu, 0), slice(&gpu, 1), slice(&gpu, 2));
     let other = gpu.another_context().new_stream().unwrap();
     gpu.context.synchronize().unwrap();
     let gate = gpu.gate(&gpu.stream);
+    // So that the next one is not alone, and is left to the pool's thread.
+    let held = pool.submit(vec![held]).unwrap();
     gpu.stream.memset_zeros(&mut second).unwrap();
     sim.fail_nth("cuMemcpyDtoHAsync", 1, 999);
     let ticket = pool.submit(vec![first, second]).unwrap();
@@ -34,6 +36,7 @@ fn a_refused_slice_of_a_threads_default_stream_is_freed_after_its_kernels() {
     for taken in &taken {
         assert_eq!(other.clone_dtoh(taken).unwrap(), [8; LEN], "freed under a kernel");
     }
+    drop(held.wait_timeout(HANG).unwrap());
     drop((pool, taken, other));
     gpu.finish();
 }

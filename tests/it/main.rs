@@ -15,6 +15,7 @@ mod driver_answers;
 mod dtypes;
 mod egress;
 mod egress_attack;
+mod egress_chunks;
 mod egress_edges;
 mod egress_ends;
 mod egress_frees;
@@ -25,6 +26,7 @@ mod existing;
 mod failing_calls;
 mod given_away;
 mod ingress;
+mod ingress_files;
 mod lacking;
 mod lent;
 #[cfg(feature = "safetensors")]
