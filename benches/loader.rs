@@ -16,6 +16,7 @@ mod common;
 
 use std::fs;
 use std::io::{BufWriter, Write as _};
+use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -65,6 +66,12 @@ fn run(bench: &Bench, case: &str, path: &Path, rounds: usize) -> Result<Vec<Row>
     let (bytes, files) = (checkpoint.bytes() as usize, checkpoint.files().map(Path::to_owned).collect::<Vec<_>>());
     drop(checkpoint);
     let raw = Raw::new(bytes.min(PIECE));
+    // The first load of all makes what copies are staged through.
+    for (how, reading) in [("read", Reading::Read), ("map", Reading::Map)] {
+        if let Some((grown, locked)) = grown(bench, path, reading)? {
+            println!("{case} {how}: the process grew by {grown:.1} MiB; {locked:.1} MiB are page-locked");
+        }
+    }
     let load = |reading| {
         time(bench, || {
             let tensors = Checkpoint::open(path)?.load(&bench.device, &bench.stream).reading(reading).run()?;
@@ -98,6 +105,26 @@ fn run(bench: &Bench, case: &str, path: &Path, rounds: usize) -> Result<Vec<Row>
         clock: bench.clock(),
     };
     Ok(vec![row("read", read), row("map", map)])
+}
+
+/// By how many MiB the process grows at most while it loads the file, and how many it holds page-locked then (Linux).
+fn grown(bench: &Bench, path: &Path, reading: Reading) -> Result<Option<(f64, f64)>, Failure> {
+    let resident = || {
+        let status = fs::read_to_string("/proc/self/status").ok()?;
+        let of =
+            |name| status.lines().find_map(|line| line.strip_prefix(name)?.trim().strip_suffix(" kB")?.parse().ok());
+        Some(of("VmRSS:")? / 1024.0)
+    };
+    let Some(before) = resident() else { return Ok(None) };
+    let mut most = before;
+    let note = |_: transfer_tensor::Progress<'_>| {
+        most = resident().map_or(most, |now| most.max(now));
+        ControlFlow::Continue(())
+    };
+    let load = Checkpoint::open(path)?.load(&bench.device, &bench.stream).reading(reading).progress(note).run()?;
+    bench.stream.synchronize()?;
+    drop(load);
+    Ok(Some((most - before, bench.device.pool().stats().reserved as f64 / (1 << 20) as f64)))
 }
 
 /// A file of tensors of these sizes in bytes, as BF16.

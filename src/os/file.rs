@@ -50,6 +50,7 @@ impl ReadFile {
         })
     }
 
+    #[cfg(feature = "safetensors")]
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }

@@ -1,5 +1,5 @@
-//! How a process ends that has used tensors: by a panic after a fault, with tensors in statics, in the middle of copies,
-//! after a fork, after the driver is gone (field reports R64, R65, R70, R89). Runs on the simulated driver and, with
+//! How a process ends that has used tensors: by a panic after a fault, with tensors in statics, in the middle of copies, with results on
+//! their way out, after a fork, after the driver is gone (field reports R64, R65, R70, R78, R89). Runs on the simulated driver and, with
 //! `TRANSFER_TENSOR_DRIVER=real`, on a GPU.
 //!
 //! Every test starts this program again as a child that plays a scenario, and looks at its exit code and what it wrote.
@@ -20,6 +20,8 @@ type Test = (&'static str, fn());
 
 const TESTS: &[Test] = &[
     ("a_panic_after_a_fault_ends_with_our_error", a_panic_after_a_fault_ends_with_our_error),
+    ("a_fault_ends_all_who_wait_for_results", || ends_in_silence_often("egress_fault", 10)),
+    ("a_pool_in_a_static_ends_in_silence", || ends_in_silence_often("egress_static", 20)),
     ("tensors_in_statics_end_in_silence", || ends_in_silence("statics")),
     ("leaked_tensors_end_in_silence", || ends_in_silence("leaked")),
     ("an_exit_in_the_middle_of_copies_is_silent", || ends_in_silence("exit_mid_copy")),

@@ -2,14 +2,16 @@
 
 use std::cell::RefCell;
 use std::process::ExitCode;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use cuda_sim::{DeviceBuilder, Driver};
-use transfer_tensor::cudarc::driver::{CudaContext, CudaStream, LaunchConfig, PushKernelArg};
+use transfer_tensor::cudarc::driver::{CudaContext, CudaSlice, CudaStream, LaunchConfig, PushKernelArg};
 use transfer_tensor::cudarc::nvrtc::Ptx;
 use transfer_tensor::{
-    Detector, Device, Error, MemoryModel, SharedTensor, Strategy, TensorOptions, Transfer, TransferTensor,
+    Detector, Device, EgressPool, Error, HostTensor, MemoryModel, Order, Output, SharedTensor, Strategy, TensorOptions,
+    Transfer, TransferTensor,
 };
 
 const H200: &str = "x86_h200_sxm_gen5";
@@ -25,6 +27,8 @@ pub(crate) fn play(scenario: &str) -> ExitCode {
                 return ExitCode::from(101);
             }
         }
+        "egress_fault" => egress_fault(),
+        "egress_static" => egress_static(),
         "statics" => statics(),
         "leaked" => leaked(),
         "exit_mid_copy" => {
@@ -133,6 +137,110 @@ fn panic_after_fault() {
     let ticket = written.to_device();
     let _alive = (&gpu, &held, &late, &ticket, &host_guard, &module);
     panic!("our own end: {fault}");
+}
+
+/// R78: a kernel writes where nothing is. Whoever waits for a result that comes after it is told within a second, however he waits, and
+/// so is who submits later, at once; all is dropped then, and the process ends as if nothing had been.
+fn egress_fault() {
+    const LIMIT: Duration = Duration::from_secs(1);
+    let gpu = gpu(H200);
+    let module = gpu.context.load_module(Ptx::from_src(cuda_sim::kernels::BUILTIN_PTX)).unwrap();
+    let oob = module.load_function("oob").unwrap();
+    let slices: Vec<_> = (0..8).map(|value| gpu.stream.clone_htod(&[value; LEN]).unwrap()).collect();
+    let late = gpu.stream.clone_htod(&[9u8; LEN]).unwrap();
+    let consumed = Arc::new(AtomicUsize::new(0));
+    let count = consumed.clone();
+    let consumer = move |_: Output<HostTensor<u8>>| count.fetch_add(1, Ordering::SeqCst);
+    let pool: EgressPool<CudaSlice<u8>, usize> =
+        EgressPool::builder(&gpu.device).workers(2).capacity(7).consumer(consumer).unwrap();
+    // Another stream's result was there before.
+    let fine = gpu.device.stream().context().new_stream().unwrap();
+    let before = pool.submit(fine.clone_htod(&[1u8; LEN]).unwrap()).unwrap();
+    assert_eq!(before.wait().unwrap(), 0);
+    gpu.context.synchronize().unwrap();
+    let gate = gpu.sim.as_ref().map(|sim| sim.gate(gpu.stream.cu_stream() as u64));
+    // SAFETY: none: the kernel writes where nothing is, which the driver answers with a fault.
+    unsafe { gpu.stream.launch_builder(&oob).arg(&late).launch(LaunchConfig::for_num_elems(1)) }.unwrap();
+    let start = Instant::now();
+    let (sender, outputs) = pool.channel(Order::Submission);
+    let (mut tickets, mut refused) = (Vec::new(), 0);
+    for (at, slice) in slices.into_iter().enumerate() {
+        // On a real device the fault may be known by now.
+        match at % 2 {
+            0 => pool.submit(slice).map(|ticket| tickets.push(ticket)).unwrap_or_else(|error| {
+                assert!(error.error.is_fault() || error.error.is_full(), "{}", error.error);
+                refused += 1;
+            }),
+            _ => drop(sender.submit(slice)),
+        }
+        if at == 6 {
+            break;
+        }
+    }
+    drop((sender, gate));
+    assert_eq!(tickets.len() + refused, 4);
+    let mut waits: Vec<Box<dyn FnOnce() -> Option<Error> + Send>> = Vec::new();
+    for (at, ticket) in tickets.into_iter().enumerate() {
+        waits.push(match at {
+            0 => Box::new(|| ticket.wait_timeout(Duration::from_secs(20)).map_err(|refused| refused.error).err()),
+            1 => Box::new(|| block_on(ticket).err()),
+            _ => Box::new(|| ticket.wait().err()),
+        });
+    }
+    std::thread::scope(|scope| {
+        for wait in waits {
+            scope.spawn(move || {
+                let error = wait().expect("the device has faulted");
+                assert!(error.is_fault() && start.elapsed() < LIMIT, "{error}, after {:?}", start.elapsed());
+            });
+        }
+        scope.spawn(move || {
+            for out in outputs {
+                assert!(out.result.is_err_and(|error| error.is_fault()) && start.elapsed() < LIMIT);
+            }
+        });
+        scope.spawn(|| assert!(pool.drain(LIMIT).is_ok()));
+    });
+    let start = Instant::now();
+    let error = pool.submit(late).err().expect("the device has faulted").error;
+    assert!(error.is_fault() && start.elapsed() < Duration::from_millis(100), "{error}");
+    assert_eq!(consumed.load(Ordering::SeqCst), 1, "what was never there was consumed");
+    let start = Instant::now();
+    drop(pool);
+    assert!(start.elapsed() < LIMIT);
+    std::mem::forget(module);
+}
+
+/// Results are on their way when the process ends, and their pool is never dropped.
+fn egress_static() {
+    static POOL: OnceLock<EgressPool<CudaSlice<u8>, u8>> = OnceLock::new();
+    let gpu = gpu(H200);
+    let pool = EgressPool::builder(&gpu.device).workers(2).consumer(|out: Output<HostTensor<u8>>| out[0]).unwrap();
+    let pool = POOL.get_or_init(|| pool);
+    let slices: Vec<_> = (0..4).map(|value| gpu.stream.clone_htod(&[value; LEN]).unwrap()).collect();
+    assert_eq!(pool.submit(gpu.stream.clone_htod(&[5u8; LEN]).unwrap()).unwrap().wait().unwrap(), 5);
+    let gate = hold(&gpu);
+    for slice in slices {
+        drop(pool.submit(slice).unwrap());
+    }
+    std::mem::forget((gate, gpu));
+}
+
+fn block_on<F: Future>(future: F) -> F::Output {
+    struct Unpark(std::thread::Thread);
+    impl std::task::Wake for Unpark {
+        fn wake(self: Arc<Self>) {
+            self.0.unpark();
+        }
+    }
+    let waker = std::task::Waker::from(Arc::new(Unpark(std::thread::current())));
+    let mut future = std::pin::pin!(future);
+    loop {
+        if let std::task::Poll::Ready(output) = future.as_mut().poll(&mut std::task::Context::from_waker(&waker)) {
+            return output;
+        }
+        std::thread::park();
+    }
 }
 
 fn statics() {
