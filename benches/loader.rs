@@ -111,8 +111,9 @@ fn run(bench: &Bench, case: &str, path: &Path, rounds: usize) -> Result<Vec<Row>
 fn grown(bench: &Bench, path: &Path, reading: Reading) -> Result<Option<(f64, f64)>, Failure> {
     let resident = || {
         let status = fs::read_to_string("/proc/self/status").ok()?;
-        let of =
-            |name| status.lines().find_map(|line| line.strip_prefix(name)?.trim().strip_suffix(" kB")?.parse().ok());
+        let of = |name| {
+            status.lines().find_map(|line| line.strip_prefix(name)?.trim().strip_suffix(" kB")?.parse::<f64>().ok())
+        };
         Some(of("VmRSS:")? / 1024.0)
     };
     let Some(before) = resident() else { return Ok(None) };
