@@ -79,6 +79,41 @@ fn of_those_who_wait_one_asks_and_it_sleeps() {
     gpu.finish();
 }
 
+/// Of those who have consumed, and find something under way, none asks where somebody does.
+#[test]
+fn of_those_who_have_consumed_none_asks_beside_another() {
+    let Some(gpu) = Gpu::simulated(H200).map(Gpu::keeping) else { return };
+    let sim = gpu.sim.as_ref().unwrap();
+    let together = std::sync::Barrier::new(4);
+    let consumer = move |out: Output<Bytes>| {
+        if out[0] > 0 {
+            together.wait();
+        }
+        out[0]
+    };
+    let pool: EgressPool<CudaSlice<u8>, u8> = builder(&gpu).workers(4).consumer(consumer).unwrap();
+    let other = gpu.another_stream();
+    for stream in [&gpu.stream, &other] {
+        assert_eq!(pool.submit(stream.clone_htod(&[0; LEN]).unwrap()).unwrap().wait().unwrap(), 0);
+    }
+    let held = other.clone_htod(&[0; LEN]).unwrap();
+    let slices = [1, 2, 3, 4].map(|value| slice(&gpu, value));
+    gpu.context.synchronize().unwrap();
+    let gate = gpu.gate(&other);
+    let held = pool.submit(held).unwrap();
+    let tickets = slices.map(|slice| pool.submit(slice).unwrap());
+    assert_eq!(tickets.map(|ticket| ticket.wait().unwrap()), [1, 2, 3, 4]);
+    // Whoever consumed looks for something to do by now.
+    until(|| asked(sim).1 > 100);
+    sim.clear_calls();
+    until(|| asked(sim).1 >= 50);
+    assert_eq!(asked(sim).0.len(), 1);
+    gate.open();
+    assert_eq!(held.wait().unwrap(), 0);
+    drop((pool, other));
+    gpu.finish();
+}
+
 /// R37: no event of the crate's keeps time, which would make it slower.
 #[test]
 fn events_keep_no_time() {
