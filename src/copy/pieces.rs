@@ -17,6 +17,9 @@ const LARGEST_PART: usize = 256 << 10;
 /// The smallest block: below, the link does little else than begin.
 const SMALLEST: usize = 512 << 10;
 
+/// The smallest block of a copy is an eighth of the largest, if that is not less: more small ones would cost more than they bring.
+const HALVINGS: u32 = 3;
+
 /// A copy has at least so many blocks, if they are not the smallest.
 const FEWEST: usize = 8;
 
@@ -51,7 +54,7 @@ impl Blocks {
         let share = 1 << (bytes / FEWEST).max(SMALLEST).ilog2();
         let block = tuning.chunk.min(largest).clamp(1, share);
         // Half as large as often as that leaves the smallest.
-        let halvings = (block / SMALLEST).max(1).ilog2();
+        let halvings = (block / SMALLEST).max(1).ilog2().min(HALVINGS);
         let smallest = block >> halvings;
         let growing = 2 * halvings as usize;
         Self {
@@ -280,8 +283,8 @@ mod tests {
             [512, 512, 1024, 1024, 1024, 1024, 1024, 1024, 100, 512, 512]
         );
         let long = sizes(100 << 20, 8 << 20);
-        assert_eq!(long[..8], [512, 512, 1024, 1024, 2048, 2048, 4096, 4096]);
-        assert_eq!(long[long.len() - 8..], [4096, 4096, 2048, 2048, 1024, 1024, 512, 512]);
+        assert_eq!(long[..7], [1024, 1024, 2048, 2048, 4096, 4096, 8192]);
+        assert_eq!(long[long.len() - 6..], [4096, 4096, 2048, 2048, 1024, 1024]);
         assert_eq!(sizes(1 << 20, 300 << 10), [300, 300, 300, 124]);
     }
 

@@ -26,18 +26,19 @@ use crate::plan::Tuning;
 use crate::pool::{PinnedBuffer, PinnedPool};
 use crate::trace;
 
-/// The threads of a copy up to this size wait for the link awake: a sleep takes longer than a piece of it.
+/// The threads of a copy to the host up to this size wait for the link awake: a sleep takes longer than a piece of it. On the way to the device
+/// who waits leaves the memory to the others, and sleeps.
 const AWAKE: usize = 64 << 20;
 
 /// What several CPUs have just written the link reads slowly out of their caches, so below this size slots are filled past
 /// these. In longer copies the link lags behind far enough, and what would be slow is its reading of memory beside all that the
 /// CPUs do there.
-const LARGE: usize = 128 << 20;
+const LARGE: usize = 192 << 20;
 
 /// From this size on more threads fill slots: memory, not waking them, is what takes the time then.
 const LONG: usize = 64 << 20;
 
-/// The largest block of memory on the way up: the link reads it out of the caches (`bandwidth --sweep`).
+/// The largest block on the way up of a copy that is not [`LARGE`]: larger ones are ready late.
 const BLOCK_UP: usize = 4 << 20;
 
 /// The parts of a copy by one thread: while one travels the next is filled.
@@ -162,9 +163,9 @@ impl Staging {
         // SAFETY: `share` returns when no thread is in the copy any more.
         let work = unsafe { Up { parts: Lent::new(parts), source: Lent::source(source), past_caches: bytes < LARGE } };
         let threads = if source.is_slow() || bytes >= LONG { tuning.busy_threads } else { tuning.threads };
-        let largest = if source.is_slow() { self.piece } else { self.piece.min(BLOCK_UP) };
+        let largest = if source.is_slow() || bytes >= LARGE { self.piece } else { self.piece.min(BLOCK_UP) };
         let blocks = Blocks::new(bytes, tuning, at_most(threads), largest);
-        if self.share(blocks, Way::Up, stream, bytes <= AWAKE, Box::new(work))? {
+        if self.share(blocks, Way::Up, stream, false, Box::new(work))? {
             return Ok(blocks.count());
         }
         // SAFETY: the caller's.
