@@ -23,8 +23,10 @@ const HALVINGS: u32 = 3;
 /// A copy has at least so many blocks, if they are not the smallest.
 const FEWEST: usize = 8;
 
-/// Blocks that are under way beside those that the threads are at: they travel, or wait to.
+/// Blocks that are under way beside those that the threads are at: they travel, or wait to. Together they have no more than so many bytes: what
+/// is used in turn should stay in the CPU's caches.
 const AHEAD: usize = 7;
+const AHEAD_BYTES: usize = 32 << 20;
 
 /// How a copy is cut: into blocks, each of which travels as one, and these into parts, which threads fill or empty side by
 /// side. So the link gets pieces that are worth its while, the driver few calls, and a block is ready soon.
@@ -107,7 +109,7 @@ impl Blocks {
 
     /// How many blocks should be under way.
     pub(crate) fn under_way(&self) -> usize {
-        (self.threads * self.largest_part).div_ceil(self.block) + AHEAD
+        (self.threads * self.largest_part).div_ceil(self.block) + (AHEAD_BYTES / self.block).clamp(2, AHEAD)
     }
 
     /// Block `index`; `None` behind the last.
