@@ -108,7 +108,7 @@ pub enum Stage {
 /// | | |
 /// |---|---|
 /// | no room | as [`when_full`](EgressPoolBuilder::when_full) says: wait (the default), wait no longer than, refuse. From inside a consumer: refuse, since it may be itself that has the room |
-/// | an item larger than all room | an error at once |
+/// | an item larger than all room | an error at once; a [`Chunked`] slice comes through two chunks |
 /// | order | of completion, or of submission. Slices from up to four streams do not hold each other up; what comes from one stream, and tensors, go one after another |
 /// | the consumer panics | that item's error; the threads go on |
 /// | the device faults | every item's error, promptly; later submits fail |
