@@ -38,7 +38,7 @@ use crate::device::Device;
 use crate::driver::lane::{Lane, Lanes};
 use crate::error::{Error, Kind, Refused, Result, quietly};
 use crate::order::Order;
-use crate::os::bind;
+use crate::os::spawn;
 use crate::pool::WhenFull;
 use crate::trace;
 
@@ -281,13 +281,8 @@ impl EgressPoolBuilder<'_> {
                 }
                 shared.work();
             };
-            let name = format!("{}-{number}", self.name);
-            let thread = std::thread::Builder::new().name(name.clone()).spawn(work);
             // Those that run end with the pool, which is dropped here.
-            let thread = thread.map_err(|error| Error::new(Kind::Thread { what: format!("{name}: {error}") }))?;
-            let bound = self.cpus.as_ref().map_or(Ok(()), |cpus| bind(&thread, cpus));
-            pool.threads.push(thread);
-            bound?;
+            pool.threads.push(spawn(format!("{}-{number}", self.name), self.cpus.as_deref(), work)?);
         }
         Ok(pool)
     }

@@ -25,9 +25,9 @@ pub use batch::IngressBatch;
 use self::shared::{Shared, Source};
 use crate::device::Device;
 use crate::element::{Element, write_bytes};
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, Result};
 use crate::layout::Shape;
-use crate::os::{ReadFile, bind};
+use crate::os::{ReadFile, spawn};
 use crate::plan::Access;
 use crate::trace;
 
@@ -283,17 +283,12 @@ impl IngressBuilder<'_> {
         let mut prefetcher = IngressPrefetcher { shared, threads: Vec::new() };
         for number in 0..threads {
             let shared = prefetcher.shared.clone();
-            let name = format!("{}-{number}", self.name);
-            let thread = std::thread::Builder::new().name(name.clone()).spawn(move || {
+            let work = move || {
                 trace::name_thread();
                 shared.load();
-            });
+            };
             // Those that run end with the prefetcher, which is dropped here.
-            let failed = |error| Error::new(Kind::Thread { what: format!("{name}: {error}") });
-            let thread = thread.map_err(failed)?;
-            let bound = self.cpus.as_ref().map_or(Ok(()), |cpus| bind(&thread, cpus));
-            prefetcher.threads.push(thread);
-            bound?;
+            prefetcher.threads.push(spawn(format!("{}-{number}", self.name), self.cpus.as_deref(), work)?);
         }
         Ok(prefetcher)
     }

@@ -1,20 +1,20 @@
 //! What the operating system is asked for directly.
 
-mod cpus;
 mod file;
 #[cfg(feature = "safetensors")]
 mod file_map;
 mod mapping;
 mod maps;
 mod stream;
+mod thread;
 
-pub(crate) use cpus::bind;
 pub(crate) use file::ReadFile;
 #[cfg(feature = "safetensors")]
 pub(crate) use file_map::FileMap;
 pub(crate) use mapping::{HUGE_PAGE, Mapping, advise_huge};
 pub(crate) use maps::is_file_backed;
 pub(crate) use stream::copy_past_caches;
+pub(crate) use thread::spawn;
 
 use std::alloc::{Layout, alloc, alloc_zeroed, dealloc};
 use std::ptr::NonNull;

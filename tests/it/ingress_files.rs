@@ -160,6 +160,8 @@ fn threads_run_on_the_cpus_that_were_named() {
         let error = builder.fill(|_, _: &mut [u8]| Ok::<_, ()>(0)).map(drop).unwrap_err();
         assert!(error.is_unsupported() && error.to_string().contains(&format!("{cpus:?}")), "{error}");
     }
+    let named = EgressPool::builder(&gpu.device).name("a\0b").tickets::<CudaSlice<u8>>();
+    assert!(named.is_err_and(|error| error.to_string().contains("NUL")));
     assert_eq!(allowed(), all);
     gpu.finish();
 }
