@@ -291,8 +291,8 @@ impl EgressPoolBuilder<'_> {
 impl<S: EgressSource, R: Send + 'static> EgressPool<S, R> {
     /// Takes a source, whose copies run on streams of the crate's own, so that the source's stream goes on meanwhile. Does not
     /// wait for the device, except for a tensor whose host side is ordinary memory (made from a `Vec`, say), which is copied there and then;
-    /// for room, as [`when_full`](EgressPoolBuilder::when_full) says. A slice is copied by the pool's threads while they are awake: what the
-    /// driver refuses then is the item's error.
+    /// for room, as [`when_full`](EgressPoolBuilder::when_full) says. A slice is copied by the pool's threads where one is awake (in a
+    /// [`low_latency`](EgressPoolBuilder::low_latency) pool: where other items are under way); what the driver refuses then is the item's error.
     ///
     /// # Ordering
     /// See [`EgressSource`].

@@ -25,7 +25,7 @@ pub struct EgressStats {
     pub failed: u64,
     /// Items whose tickets were cancelled in time.
     pub cancelled: u64,
-    /// Bytes of the items that came to the host.
+    /// Bytes of the items that came to the host; of a [`Chunked`](crate::Chunked) one those that its two chunks have room for.
     pub bytes: u64,
     /// Outputs that take room now: under way, or kept by whoever got them; and their bytes.
     pub kept: u64,

@@ -213,7 +213,7 @@ impl IngressBuilder<'_> {
     }
 
     /// Batches that are read from files: a batch for each range of a file's bytes, in the order given, straight to the memory that is copied from.
-    /// The bytes are the elements, as the machine has them (little-endian).
+    /// The bytes are the elements, as the machine has them (little-endian). Each file is open while the prefetcher lives.
     ///
     /// ```
     /// # cuda_sim::install().unwrap();
@@ -234,7 +234,7 @@ impl IngressBuilder<'_> {
     ///
     /// # Errors
     /// As [`fill`](Self::fill). A file can not be opened, or is no regular file; a range is empty, is no whole number of rows, is more than a batch, or
-    /// reaches beyond the end of its file. Later, at its position: reading failed, the file was changed, a byte is no value of the type (`bool`).
+    /// reaches beyond the end of its file. Later, at its position: reading failed, the file was changed (as far as its length and its time tell), a byte is no value of the type (`bool`).
     pub fn file_ranges<T: Element, P: AsRef<Path>>(
         self,
         ranges: impl IntoIterator<Item = (P, Range<u64>)>,

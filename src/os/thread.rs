@@ -47,17 +47,33 @@ fn bind(cpus: &[usize]) -> std::result::Result<(), String> {
     // Of the C library's fixed size.
     // SAFETY: a plain set of bits, for which zeros are the empty set.
     let mut set: libc::cpu_set_t = unsafe { std::mem::zeroed() };
+    if cpus.is_empty() {
+        return Err("none is named".into());
+    }
     for &cpu in cpus {
         if cpu >= libc::CPU_SETSIZE as usize {
-            return Err(format!("there is no CPU {cpu}"));
+            return Err(format!("the numbers are below {} here", libc::CPU_SETSIZE));
         }
         // SAFETY: the number was checked.
         unsafe { libc::CPU_SET(cpu, &mut set) };
     }
-    // SAFETY: 0 is the calling thread, and the set is as long as is said.
-    match unsafe { libc::sched_setaffinity(0, size_of_val(&set), &raw const set) } {
-        0 => Ok(()),
-        _ => Err(std::io::Error::last_os_error().to_string()),
+    // SAFETY: as above.
+    let mut bound: libc::cpu_set_t = unsafe { std::mem::zeroed() };
+    // SAFETY: 0 is the calling thread, and the sets are as long as is said.
+    let code = unsafe {
+        match libc::sched_setaffinity(0, size_of_val(&set), &raw const set) {
+            0 => libc::sched_getaffinity(0, size_of_val(&bound), &raw mut bound),
+            code => code,
+        }
+    };
+    if code != 0 {
+        return Err(std::io::Error::last_os_error().to_string());
+    }
+    // The system leaves out what there is not.
+    // SAFETY: plain sets.
+    match unsafe { libc::CPU_EQUAL(&set, &bound) } {
+        true => Ok(()),
+        false => Err("some of them are not there, or not for this process".into()),
     }
 }
 

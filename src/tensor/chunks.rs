@@ -5,11 +5,11 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::fetch::{Ends, Points, acquire, keep, points};
+use super::fetch::{Ends, Points, Source, acquire, keep, points};
 use crate::device::Device;
 use crate::driver::lane::Passed;
 use crate::driver::memory::{SharedSlice, slice_address};
-use crate::driver::{Event, Stream, copy};
+use crate::driver::{Driver, Event, Stream, copy};
 use crate::element::{Element, validate};
 use crate::error::{Error, Kind, Result};
 use crate::pool::PinnedBuffer;
@@ -18,9 +18,11 @@ const READING: &str = "reading a slice chunk by chunk";
 
 /// The chunks of a slice, one after another; [`EgressPool`](crate::EgressPool) delivers it for [`Chunked`](crate::Chunked).
 ///
-/// The slice is read until the last chunk was given out or this is dropped, and is kept for so long. It may be dropped before.
+/// The slice is kept until all of it has come, or this is dropped, which may be at any time.
 pub struct Chunks<T: Element> {
-    ends: Option<(SharedSlice<T>, Targets)>,
+    /// What is read; gone when all has come.
+    source: Option<SharedSlice<T>>,
+    targets: Targets,
     address: u64,
     elements: usize,
     /// Elements of a chunk; the last one may have fewer.
@@ -75,7 +77,8 @@ impl<T: Element> Chunks<T> {
         let address = source.with(|slice| slice_address(context, slice, producer))?;
         let after = points(context, producer)?;
         Ok(Self {
-            ends: Some((source, targets)),
+            source: Some(source),
+            targets,
             address,
             elements,
             chunk,
@@ -111,12 +114,13 @@ impl<T: Element> Chunks<T> {
     /// The first two chunks have come.
     pub(crate) fn land(mut self, _passed: &Passed) -> Self {
         (self.landed, self.flying) = (true, false);
+        self.let_go();
         self
     }
 
     /// Another handle of the slice, which may be read while copies run.
     pub(crate) fn handle(&self) -> Option<Arc<cudarc::driver::CudaSlice<T>>> {
-        self.ends.as_ref().and_then(|(source, _)| source.handle())
+        self.source.as_ref().and_then(SharedSlice::handle)
     }
 
     /// Elements of all chunks.
@@ -165,6 +169,8 @@ impl<T: Element> Chunks<T> {
 
     /// Which of the two holds the next chunk, and how many elements.
     fn advance(&mut self) -> Result<Option<(usize, usize)>> {
+        // Not in a forked child, whatever has come before.
+        Driver::get()?;
         if !self.landed {
             return Err(Error::unsupported(READING, "the first chunk has not come"));
         }
@@ -187,6 +193,7 @@ impl<T: Element> Chunks<T> {
             event.wait()?;
             self.behind[which] = None;
             self.flying = self.behind.iter().any(Option::is_some);
+            self.let_go();
         }
         if let Some(buffer) = self.target(which) {
             validate::<T>(buffer.get(..elements * size_of::<T>()).unwrap_or_default())?;
@@ -201,7 +208,17 @@ impl<T: Element> Chunks<T> {
     }
 
     fn target(&self, which: usize) -> Option<&PinnedBuffer> {
-        self.ends.as_ref().and_then(|(_, targets)| targets.get(which)?.as_ref())
+        self.targets.get(which)?.as_ref()
+    }
+
+    /// The device's memory is free for the next step, if all of it has come.
+    fn let_go(&mut self) {
+        if !self.flying
+            && self.asked == self.elements
+            && let Some(source) = self.source.take()
+        {
+            source.let_go(&self.device);
+        }
     }
 
     /// Submits the copy of the next chunk, and says where to.
@@ -227,8 +244,8 @@ impl<T: Element> Chunks<T> {
 
 impl<T: Element> Drop for Chunks<T> {
     fn drop(&mut self) {
-        let Some((source, targets)) = self.ends.take() else { return };
-        let ends = Ends::new(source, targets, &self.device);
+        let Some(source) = self.source.take() else { return };
+        let ends = Ends::new(source, std::mem::take(&mut self.targets), &self.device);
         // Whether they have run is not known here.
         if self.flying {
             keep(&self.device, &self.stream, ends);

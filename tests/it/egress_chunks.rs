@@ -10,7 +10,7 @@ use transfer_tensor::{Chunked, Chunks, EgressPool, Error, Output, PoolOptions, T
 use crate::egress::{FAULT, builder};
 use crate::machines::pattern;
 use crate::pool::{end, until, with_pool};
-use crate::support::{GH200, Gpu, H200, HANG, SPARK, within};
+use crate::support::{GH200, Gpu, H200, HANG, SPARK, in_a_forked_child, within};
 
 const LIMIT: Duration = Duration::from_secs(5);
 const CHUNK: usize = 4 << 10;
@@ -131,6 +131,34 @@ fn later_work_of_the_producer_holds_no_chunk_up() {
     assert_eq!(chunks.value.next_chunk().unwrap().unwrap(), &bytes[..CHUNK]);
     drop((pool, chunks));
     gpu.finish_forgotten();
+}
+
+/// When the last chunks have come the device's memory is the next step's, though they are still read; a forked child is told that it is one.
+#[test]
+fn the_slice_goes_when_all_has_come() {
+    let gpu = Gpu::any(H200).keeping();
+    let bytes = pattern(4 * CHUNK, 9);
+    let pool: EgressPool<Chunked<u8>> = builder(&gpu).tickets().unwrap();
+    for chunks_in_all in [1, 2, 4] {
+        let shared = Arc::new(on_device(&gpu, &bytes[..chunks_in_all * CHUNK]));
+        let source = Chunked::new(shared.clone(), CHUNK);
+        let mut chunks = pool.submit(source).unwrap().wait_timeout(LIMIT).unwrap();
+        let mut left = Vec::new();
+        while chunks.next_chunk().unwrap().is_some() {
+            left.push(Arc::strong_count(&shared) - 1);
+        }
+        let expected: &[usize] = if chunks_in_all == 4 { &[1, 1, 1, 0] } else { &[0; 2][..chunks_in_all] };
+        assert_eq!(left, expected);
+    }
+    if gpu.sim.is_some() {
+        let source = Chunked::new(on_device(&gpu, &bytes), CHUNK);
+        let mut chunks = pool.submit(source).unwrap().wait_timeout(LIMIT).unwrap();
+        let code = in_a_forked_child(&mut || chunks.next_chunk().is_err_and(|error| error.is_forked()));
+        assert_eq!(code, 0);
+        assert_eq!(chunks.next_chunk().unwrap().unwrap(), &bytes[..CHUNK]);
+    }
+    drop(pool);
+    gpu.finish();
 }
 
 /// A chunk that is read is not written to: the copy that comes next to its memory is submitted when it was given back.

@@ -152,7 +152,7 @@ fn threads_run_on_the_cpus_that_were_named() {
     let batch = batches.next().unwrap().unwrap();
     assert!(batch.host().unwrap().starts_with(format!("{first} ").as_bytes()));
     drop((batch, batches, pool));
-    for cpus in [vec![], vec![1 << 20]] {
+    for cpus in [vec![], vec![1 << 20], vec![first, 1023]] {
         let builder = EgressPool::builder(&gpu.device).cpus(cpus.clone());
         let error = builder.tickets::<CudaSlice<u8>>().map(drop).unwrap_err();
         assert!(error.is_unsupported() && error.to_string().contains(&format!("{cpus:?}")), "{error}");
