@@ -202,7 +202,7 @@ fn egress_fault() {
         scope.spawn(|| assert!(pool.drain(LIMIT).is_ok()));
     });
     let start = Instant::now();
-    let error = pool.submit(late).err().expect("the device has faulted").error;
+    let error = pool.submit(late).expect_err("the device has faulted").error;
     assert!(error.is_fault() && start.elapsed() < Duration::from_millis(100), "{error}");
     assert_eq!(consumed.load(Ordering::SeqCst), 1, "what was never there was consumed");
     let start = Instant::now();
