@@ -23,8 +23,8 @@ const HALVINGS: u32 = 3;
 /// A copy has at least so many blocks, if they are not the smallest.
 const FEWEST: usize = 8;
 
-/// Blocks that are under way beside those that the threads are at: they travel, or wait to. Together they have no more than so many bytes: what
-/// is used in turn should stay in the CPU's caches.
+/// Blocks that are under way beside those that the threads are at: they travel, or wait to. So many, but where they are large only two or
+/// as many as have so many bytes together: what is used in turn should stay in the CPU's caches.
 const AHEAD: usize = 7;
 const AHEAD_BYTES: usize = 32 << 20;
 
