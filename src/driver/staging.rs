@@ -165,7 +165,7 @@ impl Staging {
         let threads = if source.is_slow() || bytes >= LONG { tuning.busy_threads } else { tuning.threads };
         let largest = if source.is_slow() || bytes >= LARGE { self.piece } else { self.piece.min(BLOCK_UP) };
         let blocks = Blocks::new(bytes, tuning, at_most(threads), largest);
-        if self.share(blocks, Way::Up, stream, false, Box::new(work))? {
+        if self.share(blocks, Way::Up, stream, Box::new(work))? {
             return Ok(blocks.count());
         }
         // SAFETY: the caller's.
@@ -237,7 +237,7 @@ impl Staging {
             Some(phase) => Blocks::of_huge_pages(bytes, tuning, at_most(tuning.busy_threads), self.piece, phase),
             None => Blocks::new(bytes, tuning, at_most(tuning.threads), self.piece),
         };
-        if self.share(blocks, Way::Down, stream, bytes <= AWAKE, Box::new(work))? {
+        if self.share(blocks, Way::Down, stream, Box::new(work))? {
             return Ok(blocks.count());
         }
         // SAFETY: the caller's.
@@ -278,7 +278,7 @@ impl Staging {
     }
 
     /// Does a copy with several threads; whether it was done: not where nothing can be pinned.
-    fn share(&self, blocks: Blocks, way: Way, stream: &Stream, awake: bool, work: Box<dyn Work>) -> Result<bool> {
+    fn share(&self, blocks: Blocks, way: Way, stream: &Stream, work: Box<dyn Work>) -> Result<bool> {
         let mut slots = self.take(blocks.under_way().min(blocks.count()).div_ceil(in_a_slot(self.piece, &blocks)));
         if slots.is_empty() {
             return Ok(false);
@@ -295,6 +295,7 @@ impl Staging {
             }
         };
         let places = slots.iter().flat_map(|slot| slot.places(&blocks)).take(blocks.count()).collect();
+        let awake = way == Way::Down && blocks.bytes() <= AWAKE;
         // SAFETY: the places lie apart in the slots, which are this function's until the copy is over.
         let ring = unsafe { Ring::new(&self.context, lane.clone(), way, blocks, awake, places, work) };
         let (ring, helpers) = (Arc::new(ring), blocks.threads - 1);

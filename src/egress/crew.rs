@@ -250,6 +250,22 @@ impl<I> Crew<I> {
     }
 }
 
+#[cfg(all(test, not(transfer_tensor_loom)))]
+mod tests {
+    use super::*;
+
+    /// Who submits to an awake crew what comes alone does so himself, and leaves more to who asks; of another crew all is left to who asks.
+    #[test]
+    fn what_comes_alone_to_an_awake_crew_is_not_left_to_it() {
+        for awake in [true, false] {
+            let crew = Crew::<u64>::new(Order::Completion, 1, awake);
+            crew.flying.fetch_add(u64::from(!awake), Ordering::SeqCst);
+            assert!(matches!(crew.next(Done::Nothing), Task::Lead));
+            assert_eq!([crew.launch(), crew.launch()], [!awake, true]);
+        }
+    }
+}
+
 #[cfg(all(test, transfer_tensor_loom))]
 mod loom_tests {
     use loom::sync::Arc;
