@@ -4,6 +4,7 @@
 //! leaves and by the end, and who waits for all to be delivered by the last that is.
 #![deny(unsafe_code)]
 
+use std::collections::VecDeque;
 use std::time::Instant;
 
 use crate::error::{Error, Kind, Result};
@@ -26,9 +27,53 @@ pub(super) struct Gate {
 struct State {
     items: usize,
     bytes: u64,
-    /// Let in and not delivered.
-    open: usize,
+    open: Open,
     closed: Option<Error>,
+}
+
+/// How many were let in and are not delivered, by era: a flush begins one, and waits for those before.
+#[derive(Debug, Default)]
+struct Open {
+    eras: VecDeque<usize>,
+    /// The number of the first of them.
+    first: u64,
+}
+
+impl Open {
+    /// One more, in the last era; which.
+    fn add(&mut self) -> u64 {
+        match self.eras.back_mut() {
+            Some(open) => *open += 1,
+            None => self.eras.push_back(1),
+        }
+        self.last()
+    }
+
+    fn last(&self) -> u64 {
+        self.first + (self.eras.len() as u64).saturating_sub(1)
+    }
+
+    fn remove(&mut self, era: u64) {
+        if let Some(open) = self.eras.get_mut((era - self.first) as usize) {
+            *open -= 1;
+        }
+        while self.eras.len() > 1 && self.eras.front() == Some(&0) {
+            self.eras.pop_front();
+            self.first += 1;
+        }
+    }
+
+    /// Begins an era; the one before.
+    fn turn(&mut self) -> u64 {
+        let before = self.last();
+        self.eras.push_back(0);
+        before
+    }
+
+    /// How many up to this era.
+    fn up_to(&self, era: u64) -> usize {
+        self.eras.iter().zip(self.first..=era).map(|(open, _)| open).sum()
+    }
 }
 
 impl Gate {
@@ -42,11 +87,11 @@ impl Gate {
         }
     }
 
-    /// Lets an item in, which then is open and takes room.
+    /// Lets an item in, which then is open and takes room; its era.
     ///
     /// # Errors
     /// It never fits; there is no room, and `when_full` is over; the end.
-    pub(super) fn enter(&self, bytes: u64, when_full: WhenFull) -> Result<()> {
+    pub(super) fn enter(&self, bytes: u64, when_full: WhenFull) -> Result<u64> {
         if bytes > self.most_bytes {
             return Err(Error::new(Kind::TooLarge { bytes, most: self.most_bytes }));
         }
@@ -64,8 +109,7 @@ impl Gate {
             if let (Some(all), true) = (all, state.items < self.most_items) {
                 state.bytes = all;
                 state.items += 1;
-                state.open += 1;
-                return Ok(());
+                return Ok(state.open.add());
             }
             if when_full != WhenFull::Refuse {
                 waits.get_or_insert_with(|| trace::range(c"egress room", bytes));
@@ -100,9 +144,9 @@ impl Gate {
         self.room.notify_all();
     }
 
-    /// An item is delivered, one way or another.
-    pub(super) fn delivered(&self) {
-        self.state.lock().open -= 1;
+    /// An item of an era is delivered, one way or another.
+    pub(super) fn delivered(&self, era: u64) {
+        self.state.lock().open.remove(era);
         self.delivered.notify_all();
     }
 
@@ -118,14 +162,24 @@ impl Gate {
 
     /// Blocks until no more than `rest` items are open, or until `deadline`; whether that is so.
     pub(super) fn wait_delivered(&self, rest: usize, deadline: Option<Instant>) -> bool {
+        self.wait(|_| u64::MAX, rest, deadline)
+    }
+
+    /// As [`wait_delivered`](Self::wait_delivered), of those that were let in before the call.
+    pub(super) fn flush(&self, rest: usize, deadline: Option<Instant>) -> bool {
+        self.wait(Open::turn, rest, deadline)
+    }
+
+    fn wait(&self, last: impl FnOnce(&mut Open) -> u64, rest: usize, deadline: Option<Instant>) -> bool {
         let mut waits = None;
         let mut state = self.state.lock();
-        while state.open > rest {
+        let last = last(&mut state.open);
+        while state.open.up_to(last) > rest {
             waits.get_or_insert_with(|| trace::wait(c"egress drain"));
             match deadline {
                 Some(deadline) => {
                     if self.delivered.wait_until(&mut state, deadline).timed_out() {
-                        return state.open <= rest;
+                        return state.open.up_to(last) <= rest;
                     }
                 }
                 None => self.delivered.wait(&mut state),
@@ -137,7 +191,7 @@ impl Gate {
     /// Items and bytes that take room, and how many items are open.
     pub(super) fn level(&self) -> (usize, u64, usize) {
         let state = self.state.lock();
-        (state.items, state.bytes, state.open)
+        (state.items, state.bytes, state.open.up_to(u64::MAX))
     }
 }
 
@@ -158,18 +212,38 @@ mod loom_tests {
     fn who_waits_for_room_gets_it_and_who_drains_sees_the_last() {
         model(|| {
             let gate = Arc::new(Gate::new(1, 10));
-            gate.enter(10, WhenFull::Block).unwrap();
+            let era = gate.enter(10, WhenFull::Block).unwrap();
             let other = gate.clone();
             let other = thread::spawn(move || {
-                other.enter(3, WhenFull::Block).unwrap();
-                other.delivered();
+                let era = other.enter(3, WhenFull::Block).unwrap();
+                other.delivered(era);
                 other.leave(3);
             });
             gate.leave(10);
-            gate.delivered();
+            gate.delivered(era);
             assert!(gate.wait_delivered(0, None) || gate.level().2 > 0);
             other.join().unwrap();
             assert_eq!(gate.level(), (0, 0, 0));
+        });
+    }
+
+    #[test]
+    fn a_flush_waits_for_those_before_it_and_for_no_others() {
+        model(|| {
+            let gate = Arc::new(Gate::new(3, 10));
+            let era = gate.enter(1, WhenFull::Block).unwrap();
+            let other = gate.clone();
+            let other = thread::spawn(move || {
+                other.delivered(era);
+                other.enter(1, WhenFull::Block).unwrap()
+            });
+            assert!(gate.flush(0, None));
+            // The other thread's second one is of before or after, but it is not waited for where it came after.
+            let after = gate.enter(1, WhenFull::Block).unwrap();
+            let late = other.join().unwrap();
+            assert!(late <= after && gate.level().2 == 2);
+            [late, after].map(|era| gate.delivered(era));
+            assert!(gate.flush(0, None) && gate.level().2 == 0);
         });
     }
 

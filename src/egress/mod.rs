@@ -318,15 +318,28 @@ impl<S: EgressSource, R: Send + 'static> EgressPool<S, R> {
         (EgressSender { shared: self.shared.clone(), channel: channel.clone() }, Outputs::new(channel))
     }
 
-    /// Blocks until all that was submitted is delivered, or until `timeout` is over. From inside a consumer its own item does not
-    /// count.
+    /// Blocks until all that was submitted before is delivered, or until `timeout` is over; what others submit meanwhile does not
+    /// count. From inside a consumer its own item does not count either.
     ///
     /// # Errors
     /// [`Error::is_not_ready`]: the time is over. The process is a forked child, to which nothing is delivered.
+    pub fn flush(&self, timeout: Duration) -> Result<()> {
+        self.wait(timeout, Gate::flush)
+    }
+
+    /// Blocks until nothing is open, or until `timeout` is over. As [`flush`](Self::flush), but what others submit meanwhile counts:
+    /// while they go on, it may never be so.
+    ///
+    /// # Errors
+    /// As [`flush`](Self::flush).
     pub fn drain(&self, timeout: Duration) -> Result<()> {
+        self.wait(timeout, Gate::wait_delivered)
+    }
+
+    fn wait(&self, timeout: Duration, until: impl FnOnce(&Gate, usize, Option<Instant>) -> bool) -> Result<()> {
         crate::driver::Driver::get()?;
         let deadline = Instant::now().checked_add(timeout);
-        match self.shared.gate.wait_delivered(delivering(&self.shared.gate).len(), deadline) {
+        match until(&self.shared.gate, delivering(&self.shared.gate).len(), deadline) {
             true => Ok(()),
             false => Err(Error::new(Kind::NotReady)),
         }

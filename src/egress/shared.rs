@@ -72,6 +72,7 @@ pub(super) struct Flight<S: EgressSource, R> {
     item: Held<R>,
     begun: S::Flying,
     permit: Permit,
+    era: u64,
     start: Instant,
 }
 
@@ -79,6 +80,7 @@ pub(super) struct Flight<S: EgressSource, R> {
 pub(super) struct Arrived<S: EgressSource, R> {
     item: Held<R>,
     output: Result<Output<S::Output>>,
+    era: u64,
     at: Instant,
 }
 
@@ -139,9 +141,10 @@ impl<S: EgressSource, R: Send + 'static> Shared<S, R> {
         let bytes = source.bytes();
         let _range = trace::range(c"egress submit", bytes);
         let when_full = if must_not_wait() { WhenFull::Refuse } else { when_full.unwrap_or(self.when_full) };
-        if let Err(error) = self.gate.enter(bytes, when_full) {
-            return Err(Refused { error, value: Some(source) });
-        }
+        let era = match self.gate.enter(bytes, when_full) {
+            Ok(era) => era,
+            Err(error) => return Err(Refused { error, value: Some(source) }),
+        };
         // From here on it is open, and must be delivered or given up.
         let permit = Permit::new(self.gate.clone(), bytes);
         let start = Instant::now();
@@ -149,7 +152,7 @@ impl<S: EgressSource, R: Send + 'static> Shared<S, R> {
         let refuse = |permit: Permit, error, value| {
             self.crew.withdraw();
             drop(permit);
-            self.gate.delivered();
+            self.gate.delivered(era);
             Err(Refused { error, value })
         };
         let mut way = Way::new(&self.device, &self.lanes);
@@ -182,7 +185,7 @@ impl<S: EgressSource, R: Send + 'static> Shared<S, R> {
             let _ = quietly(|| item.finish(Err(error)));
         }
         self.observe(number, Stage::Submitted { bytes });
-        let flight = Flight { item, begun, permit, start };
+        let flight = Flight { item, begun, permit, era, start };
         match ahead {
             Ahead::Lane(lane, stream) => {
                 let (lane, bytes) = (&self.flights[lane], usize::try_from(bytes).unwrap_or(usize::MAX));
@@ -278,7 +281,7 @@ impl<S: EgressSource, R: Send + 'static> Shared<S, R> {
 
     /// The copies have run, or never will.
     fn landed(&self, flight: Flight<S, R>, passed: Result<Passed>) -> (u64, Arrived<S, R>) {
-        let Flight { item, begun, permit, start } = flight;
+        let Flight { item, begun, permit, era, start } = flight;
         let (number, bytes) = (item.number, permit.bytes());
         let _range = trace::range(c"egress landing", bytes);
         let inside = Inside::of(&self.gate, number);
@@ -306,12 +309,12 @@ impl<S: EgressSource, R: Send + 'static> Shared<S, R> {
             self.observe(number, Stage::Copied { bytes });
         }
         drop(inside);
-        (number, Arrived { item, output, at })
+        (number, Arrived { item, output, era, at })
     }
 
     /// Has an item consumed, and tells who waits for it.
     fn deliver(&self, arrived: Arrived<S, R>) {
-        let Arrived { item, output, at } = arrived;
+        let Arrived { item, output, era, at } = arrived;
         let begun = Instant::now();
         let stopped = {
             let mut state = self.state.lock();
@@ -336,7 +339,7 @@ impl<S: EgressSource, R: Send + 'static> Shared<S, R> {
         let _ = quietly(|| item.finish(result));
         let _ = quietly(|| drop(item));
         drop(inside);
-        self.gate.delivered();
+        self.gate.delivered(era);
     }
 
     /// Counts an item that is over. What comes too late, after its ticket was told that it would not come, is dropped.

@@ -22,7 +22,8 @@ const SLOTS: usize = 16;
 fn a_failed_copy_does_not_free_what_an_earlier_one_uses() {
     for len in [64 << 10, 9 * MIB] {
         for down in [false, true] {
-            let Some(gpu) = Gpu::simulated(H200) else { return };
+            // More threads have more slots.
+            let Some(gpu) = Gpu::simulated(H200).map(Gpu::with_two_threads) else { return };
             let sim = gpu.sim.as_ref().unwrap();
             let (first, second) = (gpu.another_stream(), gpu.another_stream());
             // Smaller ones would share a slot.

@@ -7,7 +7,7 @@ use std::task::{Context, Wake, Waker};
 use std::time::{Duration, Instant};
 
 use transfer_tensor::cudarc::driver::{CudaSlice, sys};
-use transfer_tensor::{EgressPool, HostTensor, Output, Ticket, TransferTensor};
+use transfer_tensor::{EgressPool, HostTensor, Output, Strategy, Ticket, TransferTensor};
 
 use crate::egress::{LEN, builder, slice};
 use crate::pool::until;
@@ -335,7 +335,7 @@ fn bytes_that_are_no_bool_are_one_items_error() {
     let gpu = Gpu::any(H200).keeping();
     let pool: EgressPool<Vec<CudaSlice<bool>>> = builder(&gpu).tickets().unwrap();
     let bools = |value: u8| {
-        let mut tensor = gpu.device.tensor().zeros::<bool>([LEN]).unwrap();
+        let mut tensor = gpu.device.tensor().strategy(Strategy::Streamed).zeros::<bool>([LEN]).unwrap();
         drop(tensor.device_mut(&gpu.stream).unwrap());
         let mut slice = tensor.into_cuda_slice().unwrap();
         let len = slice.len();

@@ -10,6 +10,7 @@ use crate::batch::{apart, expected, filled, on_host, there_and_back};
 use crate::batch_failing::each_call_fails;
 use crate::machines::{built, code, drain, on, pattern, unseen};
 use crate::ordering::OLD_JETSON;
+use crate::pool::until;
 use crate::support::{Gpu, H200, builder, from_env};
 
 const KIB: usize = 1 << 10;
@@ -313,12 +314,9 @@ fn a_context_that_is_made_again_loads_its_own_kernel() {
         assert_eq!((sim.count("cuModuleLoadData"), sim.count("cuLaunchKernel")), (lives as usize, 2 * lives as usize));
         drop(target);
         drain(&device);
-        let end = Arc::downgrade(&context);
         drop((device, stream, context));
         // The device's thread is the last that knows the context.
-        while end.strong_count() > 0 {
-            std::thread::yield_now();
-        }
+        until(|| sim.count("cuDevicePrimaryCtxRelease") == lives as usize);
         sim.idle();
     }
     assert!(handles.windows(2).all(|pair| pair[0] == pair[1]), "{handles:x?}");

@@ -1,7 +1,8 @@
 //! One device a test: simulated, unless `TRANSFER_TENSOR_DRIVER=real`.
 //!
 //! `CUDA_SIM_SEED` seeds the simulator's scheduler (and lets it take unordered steps in any order), `CUDA_SIM_FREE_WAITS=0`
-//! makes its frees return at once; `tests/seeds` runs the suite under many of both.
+//! makes its frees return at once; `tests/seeds` runs the suite under many of both. `CUDA_SIM_PROFILE` names the machine that
+//! stands in for an H200: for tests of what holds on any.
 
 // Each file of tests uses its part.
 #![allow(dead_code)]
@@ -47,7 +48,10 @@ pub(crate) fn driver() -> Driver {
 
 /// A builder of `profile` with what the environment asks for.
 pub(crate) fn builder(profile: &str) -> DeviceBuilder {
-    from_env(DeviceBuilder::new(profile))
+    match std::env::var("CUDA_SIM_PROFILE") {
+        Ok(other) if profile == H200 => from_env(DeviceBuilder::new(&other)),
+        _ => from_env(DeviceBuilder::new(profile)),
+    }
 }
 
 /// Adds to a builder what the environment asks for.
@@ -135,6 +139,15 @@ impl Gpu {
         self
     }
 
+    /// With copies by two threads, however many CPUs there are.
+    pub(crate) fn with_two_threads(mut self) -> Gpu {
+        let mut tuning = self.device.tuning();
+        (tuning.threads, tuning.busy_threads) = (2, 2);
+        let pool = PoolOptions::new().keep_idle(0);
+        self.device = crate::pool::handle(&self, pool).tuning(tuning).build().expect("a device");
+        self
+    }
+
     /// Another stream of the context.
     pub(crate) fn another_stream(&self) -> Arc<CudaStream> {
         own_stream(&self.context)
@@ -188,7 +201,7 @@ impl Gpu {
             sim.idle();
             assert_eq!(sim.violations(), Vec::<String>::new());
             let start = std::time::Instant::now();
-            while !sim.leaks().is_empty() && start.elapsed() < Duration::from_secs(5) {
+            while !sim.leaks().is_empty() && start.elapsed() < HANG {
                 std::thread::yield_now();
             }
             assert_eq!(sim.leaks(), Vec::<String>::new());

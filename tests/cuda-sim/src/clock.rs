@@ -92,10 +92,11 @@ pub(crate) fn occupy(dev: &mut Device, index: usize, ready: u64, duration: u64, 
     let other = 1 - index.min(1);
     let mut mine = Ride::new(start, work, bytes);
     if let (Some(total), true, Some(other)) = (total, index < 2 && bytes > 0, dev.engines.get_mut(other)) {
-        let mut at = 0;
+        // They follow each other in time, so that those of the past are found by halves.
+        let mut at = other.stretches.partition_point(|stretch| stretch.to <= mine.now);
         while let Some(stretch) = other.stretches.get(at).copied() {
             at += 1;
-            if mine.left == 0 || stretch.to <= mine.now {
+            if stretch.to <= mine.now {
                 continue;
             }
             mine.run_until(stretch.from, mine.alone);
@@ -109,16 +110,22 @@ pub(crate) fn occupy(dev: &mut Device, index: usize, ready: u64, duration: u64, 
             let excess = stretch.gbs - (total - share);
             if excess > 0.0 {
                 let owed = at_rate((excess * (mine.now - before) as f64) as u64, total / 2.0);
-                other.stretches.push(Stretch { from: other.clock_ns, to: other.clock_ns + owed, gbs: total / 2.0 });
+                other.stretches.push_back(Stretch {
+                    from: other.clock_ns,
+                    to: other.clock_ns + owed,
+                    gbs: total / 2.0,
+                });
                 other.clock_ns += owed;
             }
         }
     }
     let end = mine.finish();
-    let oldest = dev.engines.iter().map(|engine| engine.clock_ns).min().unwrap_or(0);
+    // Only the first two engines, one a direction, share the link.
+    let oldest = dev.engines.iter().take(2).map(|engine| engine.clock_ns).min().unwrap_or(0);
     if let Some(engine) = dev.engines.get_mut(index) {
         engine.clock_ns = end;
-        engine.stretches.retain(|stretch| stretch.to > oldest);
+        let past = engine.stretches.partition_point(|stretch| stretch.to <= oldest);
+        engine.stretches.drain(..past);
         engine.stretches.extend(mine.ridden.into_iter().filter(|stretch| stretch.to > stretch.from));
     }
     end

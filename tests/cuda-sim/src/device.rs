@@ -46,7 +46,7 @@ pub(crate) struct Engine {
     pub(crate) queue: VecDeque<u64>,
     pub(crate) clock_ns: u64,
     /// When it moves bytes, as far as the other engine may still meet it.
-    pub(crate) stretches: Vec<crate::clock::Stretch>,
+    pub(crate) stretches: VecDeque<crate::clock::Stretch>,
 }
 
 impl Device {
