@@ -12,7 +12,7 @@ use transfer_tensor::{EgressPool, HostTensor, OnError, Output, Stage, Strategy, 
 use crate::egress::{LEN, slice};
 use crate::machines::pattern;
 use crate::pool::until;
-use crate::support::{Gpu, H200, SPARK, within};
+use crate::support::{Gpu, H200, HANG, SPARK, within};
 
 const LIMIT: Duration = Duration::from_secs(5);
 
@@ -354,13 +354,13 @@ fn who_sleeps_for_room_is_woken() {
         let spare = slice(&gpu, 2);
         pool.drain(LIMIT).unwrap();
         std::thread::scope(|scope| {
-            let submit = || pool.submit_or(spare, WhenFull::Wait(LIMIT)).map(|ticket| ticket.wait().unwrap());
+            let submit = || pool.submit_or(spare, WhenFull::Wait(HANG)).map(|ticket| ticket.wait().unwrap());
             let blocked = scope.spawn(submit);
             (0..10_000).for_each(|_| std::thread::yield_now());
             let start = std::time::Instant::now();
             drop(kept);
             drop(blocked.join().unwrap().unwrap());
-            assert!(start.elapsed() < LIMIT / 2);
+            assert!(start.elapsed() < HANG / 2);
         });
     }
     drop(pool);
