@@ -55,6 +55,8 @@ pub(crate) enum Kind {
     Misaligned { what: &'static str, value: usize, align: usize },
     /// A byte is not a value of the element type.
     InvalidValue { dtype: &'static str, index: usize, byte: u8 },
+    /// A description of a workload can not be so: which of its numbers.
+    Workload { what: &'static str, why: String },
     /// The run-time type is not the asked one.
     DType { expected: &'static str, got: &'static str },
     /// A name, number or string from outside could not be understood.
@@ -176,6 +178,7 @@ impl Error {
                 | Kind::NonContiguous { .. }
                 | Kind::Misaligned { .. }
                 | Kind::InvalidValue { .. }
+                | Kind::Workload { .. }
                 | Kind::DType { .. }
                 | Kind::Parse { .. }
                 | Kind::WrongContext { .. }
@@ -276,6 +279,7 @@ impl fmt::Display for Error {
             Kind::InvalidValue { dtype, index, byte } => {
                 write!(f, "element {index} holds byte {byte:#04x}, which is no {dtype}")
             }
+            Kind::Workload { what, why } => write!(f, "the workload's {what}: {why}"),
             Kind::DType { expected, got } => write!(f, "the tensor holds {got}, not {expected}"),
             Kind::Parse { what, value, expected } => write!(f, "{what} {value:?} is not {expected}"),
             Kind::Unsupported { what, why } => write!(f, "{what} is not possible here: {why}"),

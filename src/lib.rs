@@ -72,6 +72,7 @@ mod ingress;
 mod layout;
 #[cfg(feature = "safetensors")]
 mod load;
+mod offload;
 mod order;
 #[allow(unsafe_code)]
 mod os;
@@ -100,6 +101,10 @@ pub use ingress::{IngressBatch, IngressBuilder, IngressError, IngressPrefetcher,
 pub use layout::Shape;
 #[cfg(feature = "safetensors")]
 pub use load::{Checkpoint, Load, Progress, Reading, TensorInfo};
+pub use offload::{
+    Batch as OffloadBatch, Bound, Checkpointing, Choice, Fractions, OffloadAdvice, OffloadLink, Point, Sensitivity,
+    StepTime, Verdict, Workload, pinned_budget,
+};
 pub use order::Order;
 pub use plan::{
     Access, Backing, ByMemory, Decision, Direction, Estimate, Figures, HostMemory, Rate, Request, Strategy, Tuning,
@@ -117,3 +122,8 @@ pub use tensor::{
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 struct Readme;
+
+/// So does that of the page about offloading.
+#[cfg(doctest)]
+#[doc = include_str!("../docs/offload.md")]
+struct Offload;

@@ -65,9 +65,16 @@ impl Open {
 
     /// Begins an era; the one before.
     fn turn(&mut self) -> u64 {
-        let before = self.last();
-        self.eras.push_back(0);
-        before
+        match self.eras.back() {
+            // The last one is as good as new.
+            Some(0) if self.eras.len() > 1 => self.last() - 1,
+            // Nothing is open.
+            Some(0) | None => self.last(),
+            Some(_) => {
+                self.eras.push_back(0);
+                self.last() - 1
+            }
+        }
     }
 
     /// How many up to this era.
@@ -192,6 +199,30 @@ impl Gate {
     pub(super) fn level(&self) -> (usize, u64, usize) {
         let state = self.state.lock();
         (state.items, state.bytes, state.open.up_to(u64::MAX))
+    }
+}
+
+#[cfg(all(test, not(transfer_tensor_loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_open_is_counted_by_era() {
+        let mut open = Open::default();
+        assert_eq!((open.up_to(open.last()), open.turn()), (0, 0), "nothing before the first");
+        let first = [open.add(), open.add()];
+        let before = open.turn();
+        let second = open.add();
+        assert_eq!((open.up_to(before), open.up_to(u64::MAX)), (2, 3));
+        // The later one first: the era of the others stays.
+        open.remove(second);
+        assert_eq!((open.up_to(before), open.up_to(u64::MAX)), (2, 2));
+        let third = open.turn();
+        assert_eq!((third, open.turn(), open.eras.len()), (before, before, 2), "no era without an item");
+        first.map(|era| open.remove(era));
+        assert_eq!((open.up_to(before), open.up_to(third), open.eras.len()), (0, 0, 1));
+        assert!(open.add() > third);
+        assert_eq!((open.up_to(third), open.up_to(u64::MAX)), (0, 1));
     }
 }
 
