@@ -219,7 +219,7 @@ mod tests {
         assert_eq!((open.up_to(before), open.up_to(u64::MAX)), (2, 2));
         let third = open.turn();
         assert_eq!((third, open.turn(), open.eras.len()), (before, before, 2), "no era without an item");
-        first.map(|era| open.remove(era));
+        first.into_iter().for_each(|era| open.remove(era));
         assert_eq!((open.up_to(before), open.up_to(third), open.eras.len()), (0, 0, 1));
         assert!(open.add() > third);
         assert_eq!((open.up_to(third), open.up_to(u64::MAX)), (0, 1));
@@ -273,7 +273,7 @@ mod loom_tests {
             let after = gate.enter(1, WhenFull::Block).unwrap();
             let late = other.join().unwrap();
             assert!(late <= after && gate.level().2 == 2);
-            [late, after].map(|era| gate.delivered(era));
+            [late, after].into_iter().for_each(|era| gate.delivered(era));
             assert!(gate.flush(0, None) && gate.level().2 == 0);
         });
     }
