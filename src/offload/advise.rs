@@ -273,7 +273,7 @@ impl Advisor<'_> {
                 }
                 // Activations, for which each phase has its own time, and then of the rest: the best of several shares.
                 let share = |index| f64::from(index) / f64::from(POINTS);
-                let mixed = !self.link.one_memory && self.workload.activations > 0;
+                let mixed = !self.link.one_memory && self.least(batch, &[], 0.0, checkpoint).is_none();
                 let shares = (1..=POINTS).filter(|_| mixed);
                 let mix = shares.filter_map(|index| self.least(batch, &[0, 2, 3], share(index), checkpoint));
                 let mix = mix.max_by(|a, b| a.gain.total_cmp(&b.gain).then(b.host_bytes.cmp(&a.host_bytes)));

@@ -193,6 +193,9 @@ fn what_can_not_be_is_refused_by_name() {
     refused(|w| w.other = u64::MAX, "64 bits");
     refused(|w| w.batches[0].times = -1.0, "-1");
     refused(|w| w.batches[0].seconds = f64::INFINITY, "inf");
+    refused(|w| w.batches.push(Batch { times: 2.0, seconds: 1.0 }), "2 times");
+    refused(|w| w.batches.push(Batch { times: 1.0, seconds: 1.0 }), "0.096 s, and 1 s");
+    assert!(talk().batch(1.0, 0.096).advise(&platform).is_ok());
     refused(|w| w.link_gbs = Some(0.0), "link_gbs");
     refused(|w| w.link_share = Some(1.5), "1.5");
     refused(|w| w.device_bytes = Some(0), "device_bytes");

@@ -160,6 +160,13 @@ impl Workload {
             return no("weights", "all bytes together do not fit 64 bits".into());
         }
         self.batches.iter().try_for_each(Batch::check)?;
+        // One that was measured twice, or the workload's own, took one time.
+        let all = || std::iter::once(self.own()).chain(self.batches.iter().copied());
+        for (index, Batch { times, seconds }) in all().enumerate() {
+            if let Some(other) = all().take(index).find(|other| other.times == times && other.seconds != seconds) {
+                return no("batches", format!("{times} times takes {} s, and {seconds} s", other.seconds));
+            }
+        }
         if let Some(Checkpointing { forward, frees }) = self.checkpointing {
             positive("checkpointing.forward", forward)?;
             if forward >= self.seconds {
