@@ -97,6 +97,35 @@ fn host_functions_do_not_run_after_a_fault_unless_asked() {
 }
 
 #[test]
+fn a_copy_of_registered_memory_that_is_gone_is_told() {
+    const LEN: usize = 16 << 12;
+    let sim = device(H200).unwrap();
+    context(sim.ordinal());
+    // SAFETY: a new mapping of the program's own; only the driver uses it after it is gone, which copies by way of the kernel.
+    let place = unsafe {
+        let (rw, kind) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+        libc::mmap(std::ptr::null_mut(), LEN, rw, kind, -1, 0)
+    };
+    assert_ne!(place, libc::MAP_FAILED);
+    // SAFETY: mapped just now.
+    ok(unsafe { sys::cuMemHostRegister_v2(place, LEN, 0) });
+    let target = alloc(LEN);
+    // The second half goes, as under a program that unmaps what a copy still needs.
+    // SAFETY: nothing else uses it.
+    assert_eq!(unsafe { libc::munmap(place.byte_add(LEN / 2), LEN / 2) }, 0);
+    let s = stream();
+    // SAFETY: the driver answers for what it cannot read.
+    let _ = unsafe { sys::cuMemcpyHtoDAsync_v2(target, place, LEN, s) };
+    // SAFETY: a stream of ours.
+    assert_eq!(code(unsafe { sys::cuStreamSynchronize(s) }), 700);
+    let told = sim.violations();
+    let missing = format!("nothing is mapped at {:#x}", place as usize + LEN / 2);
+    assert!(told.iter().any(|told| told.contains(&missing)), "{told:?}");
+    // SAFETY: the half that is left.
+    assert_eq!(unsafe { libc::munmap(place, LEN / 2) }, 0);
+}
+
+#[test]
 fn a_free_that_does_not_wait_is_reported() {
     let sim = device(H200).unwrap();
     context(sim.ordinal());

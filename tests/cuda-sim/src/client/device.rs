@@ -124,6 +124,12 @@ pub struct Device {
 
 impl Drop for Device {
     fn drop(&mut self) {
+        // A test that fails by what came of a violation says so: a fault tells nobody which copy met which memory.
+        if std::thread::panicking() {
+            for violation in self.violations() {
+                eprintln!("violation on device {}: {violation}", self.ordinal);
+            }
+        }
         self.set(Setting::Retired, 1);
         let _ = fs::remove_dir_all(&self.root);
     }

@@ -55,6 +55,13 @@ pub(crate) fn readable(addr: u64) -> bool {
     !matches!(kernel_copy(&raw mut byte as u64, addr, 1, Way::Read), Moved::Fault)
 }
 
+/// The first page's address, of those that hold a range, that can not be read now.
+pub(crate) fn first_unreadable(start: u64, len: u64) -> Option<u64> {
+    const PAGE: u64 = 4096;
+    let first = start - start % PAGE;
+    (first..start + len).step_by(PAGE as usize).find(|page| !readable((*page).max(start)))
+}
+
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Way {
     Read,

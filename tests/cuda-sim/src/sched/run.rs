@@ -3,7 +3,7 @@
 use super::body::{Body, Compare, CopyJob, FillJob, FreeJob, HostFn, HostJob, Source, Tally, ValueJob};
 use super::{Done, bytes, complete, fault, pump};
 use crate::hostility::Callbacks;
-use crate::memory::{Kind, arena};
+use crate::memory::{Kind, Span, arena};
 use crate::state::{self, State};
 use crate::status::{ILLEGAL_ADDRESS, Res, SUCCESS, Status};
 use std::sync::Arc;
@@ -38,7 +38,7 @@ pub(crate) fn run(id: u64) {
     let never = guard.devices.get(device).is_some_and(|dev| dev.hostility.callbacks == Callbacks::Never);
     let body = if never && matches!(body, Body::Host(..)) { Body::Nop } else { body };
     drop(guard);
-    let end = perform(id, ctx, device, body);
+    let mut end = perform(id, ctx, device, body);
     if !delay.after.is_zero() {
         thread::sleep(delay.after);
     }
@@ -47,6 +47,9 @@ pub(crate) fn run(id: u64) {
         && end.sticky
     {
         fault(&mut guard, ctx, status);
+    }
+    if let (Some(lost), Some(dev)) = (end.unreachable.take(), guard.devices.get_mut(device)) {
+        dev.evidence.violate([lost]);
     }
     if let Some((tally, bytes)) = end.moved {
         count(&mut guard, device, tally, bytes);
@@ -67,11 +70,13 @@ struct End {
     moved: Option<(Tally, u64)>,
     duration_ns: Option<u64>,
     freed: Option<FreeJob>,
+    /// What a copy of memory that the driver knows could not reach.
+    unreachable: Option<String>,
 }
 
 impl End {
     fn of(result: Res) -> Self {
-        Self { result, sticky: true, moved: None, duration_ns: None, freed: None }
+        Self { result, sticky: true, moved: None, duration_ns: None, freed: None, unreachable: None }
     }
 }
 
@@ -82,8 +87,9 @@ fn perform(id: u64, ctx: u64, device: usize, body: Body) -> End {
             let moved = result.is_ok().then_some((job.tally, job.width * job.height));
             // A bad pageable pointer is the error of the call that waits for the copy; anything else is a fault.
             let sticky = !job.touches_pageable();
+            let unreachable = (sticky && result.is_err()).then(|| describe(id, &job));
             let result = if sticky { result.map_err(|_| ILLEGAL_ADDRESS) } else { result };
-            End { sticky, moved, ..End::of(result) }
+            End { sticky, moved, unreachable, ..End::of(result) }
         }
         Body::Fill(job) => End::of(fill(&job)),
         Body::Kernel(job) => {
@@ -184,6 +190,23 @@ fn copy(job: &CopyJob) -> Res {
         bytes::copy(to, job.dst.is_foreign(), src + row * job.src_pitch, src_foreign, width)?;
     }
     Ok(())
+}
+
+/// Both ends of a copy that failed, and what of the program's memory is missing there: for page-locked memory that was
+/// unmapped while a copy needed it.
+fn describe(id: u64, job: &CopyJob) -> String {
+    let error = std::io::Error::last_os_error();
+    let len = job.width * job.height;
+    let end = |span: &Span| {
+        let missing = (span.is_foreign()).then(|| bytes::first_unreadable(span.engine, len)).flatten();
+        let missing = missing.map_or(String::new(), |at| format!(", nothing is mapped at {at:#x}"));
+        format!("{:?} memory at {:#x}{missing}", span.kind, span.engine)
+    };
+    let src = match &job.src {
+        Source::Span(span) => end(span),
+        Source::Staged(_) => "bytes staged by the driver".to_owned(),
+    };
+    format!("copy {id} of {len} bytes from {src} to {} failed ({error})", end(&job.dst))
 }
 
 fn fill(job: &FillJob) -> Res {
