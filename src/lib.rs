@@ -102,8 +102,9 @@ pub use layout::Shape;
 #[cfg(feature = "safetensors")]
 pub use load::{Checkpoint, Load, Progress, Reading, TensorInfo};
 pub use offload::{
-    Batch as OffloadBatch, Bound, Checkpointing, Choice, Fractions, OffloadAdvice, OffloadLink, Point, Sensitivity,
-    StepTime, Verdict, Workload, pinned_budget,
+    ActivationStack, ActivationStats, ActiveLayer, ActiveTensor, Batch as OffloadBatch, Bound, Checkpointing, Choice,
+    Fractions, LayerOrder, OffloadAdvice, OffloadLayer, OffloadLink, OffloadReport, OffloadStats, Offloader,
+    OffloaderBuilder, Point, Sensitivity, StepTime, Verdict, Workload, pinned_budget,
 };
 pub use order::Order;
 pub use plan::{
@@ -115,7 +116,7 @@ pub use pool::{PinnedBuffer, PinnedPool, PoolOptions, PoolStats, WhenFull};
 pub use rows::Rows;
 pub use tensor::{
     BothEnds, Chunks, Copying, DeviceMemory, DeviceMut, DeviceRef, DynTensor, HostMut, HostRef, HostTensor,
-    SharedTensor, TensorOptions, TensorView, TensorViewMut, Transfer, TransferTensor,
+    OffloadTensor, SharedTensor, TensorOptions, TensorView, TensorViewMut, Transfer, TransferTensor,
 };
 
 /// The README's example compiles.

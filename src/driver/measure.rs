@@ -15,9 +15,9 @@ use super::context::{Context, Way, synchronize};
 use super::copy;
 use super::event::Event;
 use super::host::{HostSink, HostSource};
-use super::load::Driver;
 use super::pinned::{Address, Pinned, Placement, touch};
 use super::stream::Stream;
+use super::timing::Stopwatch;
 use crate::copy::pieces::Part;
 use crate::copy::workers::Workers;
 use crate::device::Device;
@@ -32,8 +32,7 @@ pub(crate) struct Rig {
     context: Arc<Context>,
     up: Stream,
     down: Stream,
-    elapsed: ElapsedFn,
-    events: [TimedEvent; 2],
+    watch: Stopwatch,
     /// `None` only while it is dropped.
     memory: Option<Memory>,
 }
@@ -107,59 +106,20 @@ impl Drop for DeviceBlock {
     }
 }
 
-/// The signature under the plain name, which drivers keep; cudarc binds that of its level.
-type ElapsedFn = unsafe extern "C" fn(*mut f32, sys::CUevent, sys::CUevent) -> sys::CUresult;
-
-/// An event that keeps the time.
-#[derive(Debug)]
-struct TimedEvent {
-    raw: sys::CUevent,
-    context: Arc<Context>,
-}
-
-impl TimedEvent {
-    fn new(context: &Arc<Context>) -> Result<Self> {
-        let _bound = context.enter()?;
-        let mut raw = std::ptr::null_mut();
-        let flags = sys::CUevent_flags::CU_EVENT_DEFAULT as u32;
-        // SAFETY: the context is current; the call writes one handle.
-        check("cuEventCreate", unsafe { sys::cuEventCreate(&mut raw, flags) })?;
-        Ok(Self { raw, context: context.clone() })
-    }
-
-    /// The context is current.
-    fn record(&self, stream: &Stream) -> Result<()> {
-        // SAFETY: both handles are alive and of the current context.
-        check("cuEventRecord", unsafe { sys::cuEventRecord(self.raw, stream.handle()) })
-    }
-}
-
-impl Drop for TimedEvent {
-    fn drop(&mut self) {
-        if let Ok(_bound) = self.context.enter() {
-            // SAFETY: ours, and nobody else has the handle.
-            let _ = unsafe { sys::cuEventDestroy_v2(self.raw) };
-        }
-    }
-}
-
 impl Rig {
     /// # Errors
     /// No room, or a refused call. Nothing is left behind.
     pub(crate) fn new(context: &Arc<Context>, sizes: Sizes, placement: Placement) -> Result<Self> {
-        // SAFETY: the signature of the function's first version.
-        let elapsed: ElapsedFn = unsafe { Driver::get()?.optional("cuEventElapsedTime") }
-            .ok_or_else(|| Error::unsupported("calibration", "the driver has no cuEventElapsedTime"))?;
         let (up, down) =
             (context.fresh_stream(c"transfer-measure-up")?, context.fresh_stream(c"transfer-measure-down")?);
-        let events = [TimedEvent::new(context)?, TimedEvent::new(context)?];
+        let watch = Stopwatch::new(context)?;
         let memory = Memory {
             device: DeviceBlock::new(context, sizes.copied)?,
             pinned: Pinned::make(context, sizes.pinned, placement)?,
             pageable: Pageable::new(sizes.copied, placement.node),
             bytes: sizes.copied,
         };
-        Ok(Self { context: context.clone(), up, down, elapsed, events, memory: Some(memory) })
+        Ok(Self { context: context.clone(), up, down, watch, memory: Some(memory) })
     }
 
     fn memory(&self) -> Result<&Memory> {
@@ -181,16 +141,6 @@ impl Rig {
         Ok(Lane { stream: self.stream(way), way, device: self.memory()?.device.address })
     }
 
-    /// Seconds between the two events, which have passed.
-    fn elapsed(&self) -> Result<f64> {
-        let mut milliseconds = 0f32;
-        let [start, end] = &self.events;
-        let _bound = self.context.to_submit()?;
-        // SAFETY: both were recorded; the call writes one number.
-        check("cuEventElapsedTime", unsafe { (self.elapsed)(&mut milliseconds, start.raw, end.raw) })?;
-        Ok(f64::from(milliseconds) * 1e-3)
-    }
-
     /// How large a copy of ordinary memory can be, in bytes.
     pub(crate) fn bytes(&self) -> usize {
         self.memory.as_ref().map_or(0, |memory| memory.bytes)
@@ -209,15 +159,15 @@ impl Rig {
         let (lane, stream) = (self.lane(way)?, self.stream(way));
         {
             let _bound = self.context.to_submit()?;
-            self.events[0].record(stream)?;
+            self.watch.start(stream)?;
             for _ in 0..times {
                 // SAFETY: this direction's half of both memories; nobody else touches it before the wait below.
                 unsafe { lane.submit(host, offset, bytes)? };
             }
-            self.events[1].record(stream)?;
+            self.watch.stop(stream)?;
         }
         stream.synchronize()?;
-        self.elapsed()
+        self.watch.seconds()
     }
 
     /// Seconds on the device's clock until both directions have made `times` copies at once.
@@ -227,7 +177,7 @@ impl Rig {
         let (up_lane, down_lane) = (self.lane(Way::Up)?, self.lane(Way::Down)?);
         {
             let _bound = self.context.to_submit()?;
-            self.events[0].record(&self.up)?;
+            self.watch.start(&self.up)?;
             self.down.wait_for(&Event::record(&self.context, &self.up)?)?;
             for _ in 0..times {
                 // SAFETY: each direction has a half of both memories for itself, until the waits below.
@@ -236,10 +186,10 @@ impl Rig {
                 unsafe { down_lane.submit(from.0, from.1, down.min(most))? };
             }
             self.up.wait_for(&Event::record(&self.context, &self.down)?)?;
-            self.events[1].record(&self.up)?;
+            self.watch.stop(&self.up)?;
         }
         self.idle()?;
-        self.elapsed()
+        self.watch.seconds()
     }
 
     /// This direction's half of the page-locked memory and of the device's.
@@ -274,13 +224,13 @@ impl Rig {
         let lane = self.lane(way)?;
         {
             let _bound = self.context.to_submit()?;
-            self.events[0].record(lane.stream)?;
+            self.watch.start(lane.stream)?;
             // SAFETY: nobody else touches the memory before the wait below.
             unsafe { lane.submit(memory.pageable.host.as_ptr(), 0, bytes.min(memory.bytes))? };
-            self.events[1].record(lane.stream)?;
+            self.watch.stop(lane.stream)?;
         }
         lane.stream.synchronize()?;
-        self.elapsed()
+        self.watch.seconds()
     }
 
     /// How long the caller waits for `bytes` bytes of ordinary memory to go through `device`'s staging, set to `tuning`.

@@ -10,7 +10,9 @@ use cudarc::driver::{CudaContext, CudaSlice, CudaStream, DevicePtr, DevicePtrMut
 use super::call::{Bound, check};
 use super::context::{Context, cudarc_error};
 use super::event::Event;
+use super::pending::Pending;
 use super::stream::Stream;
+use crate::complete::{Waiter, free_later};
 use crate::element::Element;
 use crate::error::{Error, Kind, Result};
 
@@ -272,6 +274,49 @@ pub(crate) fn free_shared<T>(context: &Arc<Context>, slice: CudaSlice<T>) {
 pub(crate) fn free_slice<T>(context: &Arc<Context>, slice: CudaSlice<T>) {
     let cuda = slice.context().clone();
     drop_bound(context, &cuda, slice);
+}
+
+/// Frees a slice on `stream`, which is another one than the slice's own, behind `pending`; on the waiter's thread where the stream can not
+/// wait for those.
+pub(crate) fn free_behind<T: Element>(
+    context: &Arc<Context>,
+    waiter: &Waiter,
+    slice: CudaSlice<T>,
+    pending: Vec<Pending>,
+    stream: &Stream,
+) {
+    let in_order = || {
+        if !context.cuda().has_async_alloc() {
+            return Err(Error::unsupported("freeing in the order of a stream", "the device has no memory pools"));
+        }
+        let bound = context.to_submit()?;
+        for pending in &pending {
+            match pending {
+                Pending::Event(event) => stream.wait_for(event)?,
+                Pending::Stream(open) if open.reachable() => {
+                    open.check_not_capturing("freeing device memory")?;
+                    stream.wait_for(&Event::record(context, open)?)?;
+                }
+                _ => return Err(Error::unsupported("freeing in the order of a stream", "its uses can not be named")),
+            }
+        }
+        Ok(bound)
+    };
+    match in_order() {
+        Ok(_bound) => {
+            let cuda = slice.context().clone();
+            let mut address = 0;
+            // cudarc lets the slice's own stream wait for the uses that it knows of, which are among ours.
+            let _ = context.unparked(&cuda, "cuStreamWaitEvent", || address = slice.leak());
+            // SAFETY: the slice's memory, from a pool, which nobody has any more; its uses come before this.
+            let freed = check("cuMemFreeAsync", unsafe { sys::cuMemFreeAsync(address, stream.handle()) });
+            if freed.is_err() {
+                context.count_leak();
+            }
+            count_failure(context, &freed);
+        }
+        Err(_) => free_later(context, slice.context().clone(), waiter, Box::new(slice), pending),
+    }
 }
 
 /// Lets a stream wait for the default streams of all threads: the legacy stream waits for those.

@@ -23,6 +23,7 @@ mod slot;
 pub(crate) mod slots;
 pub(crate) mod staging;
 pub(crate) mod stream;
+pub(crate) mod timing;
 
 pub(crate) use call::{Bound, check};
 pub(crate) use context::{Context, Way};

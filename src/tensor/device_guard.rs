@@ -17,6 +17,7 @@ use cudarc::driver::{
 use super::region::{Region, Submitted};
 use super::store::Store;
 use super::track::UseId;
+use crate::device::Device;
 use crate::driver::memory::{alias_slice, forget_alias};
 use crate::driver::{Event, Stream};
 use crate::element::Element;
@@ -52,6 +53,8 @@ struct Access<'a, T: Element> {
     _borrow: PhantomData<(&'a [T], *const ())>,
 }
 
+const OPERATION: &str = "device access";
+
 struct Used {
     region: Arc<Region>,
     /// The guard's own use.
@@ -63,8 +66,18 @@ struct Used {
 
 impl<'a, T: Element> Access<'a, T> {
     fn new(store: &'a Store, range: &Range<usize>, stream: &Arc<CudaStream>, write: bool) -> Result<Self> {
-        const OPERATION: &str = "device access";
         let device = store.need_device(OPERATION)?;
+        Self::of_region(device, range, stream, write, |stream| store.on_device(range, write, stream))
+    }
+
+    /// Of the region that `find` gives, with the uses of the copies that brought the bytes there. The context is current then.
+    fn of_region(
+        device: &Device,
+        range: &Range<usize>,
+        stream: &Arc<CudaStream>,
+        write: bool,
+        find: impl FnOnce(&Stream) -> Result<(Arc<Region>, Submitted)>,
+    ) -> Result<Self> {
         if !device.owns(stream) {
             return Err(Error::new(Kind::WrongContext { operation: OPERATION }));
         }
@@ -84,7 +97,7 @@ impl<'a, T: Element> Access<'a, T> {
         }
         let _bound = device.context().to_submit()?;
         access.stream.check_not_capturing(OPERATION)?;
-        let (region, mut submitted) = store.on_device(range, write, &access.stream)?;
+        let (region, mut submitted) = find(&access.stream)?;
         region.order(&access.stream, range, write)?;
         access.address = region.device()? + range.start as u64;
         let id = region.open(&access.stream, range, write);
@@ -161,6 +174,16 @@ impl<'a, T: Element> DeviceRef<'a, T> {
         Access::new(store, range, stream, false).map(Self)
     }
 
+    /// Of a region whose bytes are there, or will be behind its uses.
+    pub(super) fn over(
+        region: &'a Arc<Region>,
+        device: &Device,
+        range: &Range<usize>,
+        stream: &Arc<CudaStream>,
+    ) -> Result<Self> {
+        Access::of_region(device, range, stream, false, |_| Ok((region.clone(), Submitted::default()))).map(Self)
+    }
+
     /// The device address of the first element; 0 where there is none. Valid for work on the guard's stream that is
     /// submitted while the guard lives.
     pub fn address(&self) -> u64 {
@@ -185,6 +208,16 @@ impl<'a, T: Element> DeviceMut<'a, T> {
     pub(super) fn new(store: &'a Store, range: &Range<usize>, stream: &Arc<CudaStream>) -> Result<Self> {
         store.check_writable()?;
         Access::new(store, range, stream, true).map(Self)
+    }
+
+    /// As [`DeviceRef::over`]; the caller holds the range exclusively for `'a`.
+    pub(super) fn over(
+        region: &'a Arc<Region>,
+        device: &Device,
+        range: &Range<usize>,
+        stream: &Arc<CudaStream>,
+    ) -> Result<Self> {
+        Access::of_region(device, range, stream, true, |_| Ok((region.clone(), Submitted::default()))).map(Self)
     }
 
     /// As [`DeviceRef::address`].

@@ -12,8 +12,11 @@ mod host_guard;
 mod landed;
 #[cfg(feature = "safetensors")]
 mod landing;
+mod leaving;
 mod options;
+mod parts;
 mod region;
+mod room;
 mod slices;
 mod store;
 mod track;
@@ -36,6 +39,8 @@ pub use landed::HostTensor;
 #[cfg(feature = "safetensors")]
 pub(crate) use landing::Landing;
 pub use options::TensorOptions;
+pub use room::OffloadTensor;
+pub(crate) use room::{Home, Place, Room};
 pub use slices::DeviceMemory;
 pub use transfer::Transfer;
 pub use view::{SharedTensor, TensorView, TensorViewMut};

@@ -172,6 +172,11 @@ impl Region {
         self.track.lock().conflicts(range, write).into_iter().map(|conflict| conflict.pending).collect()
     }
 
+    /// All that may still run on it.
+    pub(crate) fn uses(&self) -> Vec<Pending> {
+        self.track.lock().all()
+    }
+
     /// Notes a device access that starts now.
     pub(crate) fn open(&self, stream: &Stream, range: &Range<usize>, write: bool) -> UseId {
         self.track.lock().open(stream.clone(), range.clone(), write)

@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
+use super::parts;
 use super::region::{Owner, Region, Submitted};
 use crate::device::Device;
 use crate::driver::memory::{alloc_device, slice_address};
@@ -180,13 +181,18 @@ impl Store {
     /// The host region with `range` current, and, for a write, with the device's copy of it stale. Returns before the
     /// copies are done: `Region::wait` is the caller's.
     pub(crate) fn on_host(&self, range: &Range<usize>, write: bool) -> Result<Arc<Region>> {
+        self.on_host_by(range, write, None)
+    }
+
+    /// As [`on_host`](Store::on_host), with copies on `lane`, if one is given.
+    pub(crate) fn on_host_by(&self, range: &Range<usize>, write: bool, lane: Option<&Stream>) -> Result<Arc<Region>> {
         let mut state = self.state.lock();
         if state.host.is_none() {
             state.host = Some(Arc::new(self.new_host_region()?));
         }
         let region = state.host.clone().ok_or_else(|| Error::unsupported("a host view", "no host memory"))?;
         if !state.shared {
-            self.download(&mut state, &region, range)?;
+            self.download(&mut state, &region, range, lane)?;
         }
         if write {
             state.device_current.remove(range);
@@ -197,7 +203,13 @@ impl Store {
         Ok(region)
     }
 
-    fn download(&self, state: &mut State, host: &Arc<Region>, range: &Range<usize>) -> Result<()> {
+    fn download(
+        &self,
+        state: &mut State,
+        host: &Arc<Region>,
+        range: &Range<usize>,
+        lane: Option<&Stream>,
+    ) -> Result<()> {
         for missing in state.host_current.missing(range) {
             let mut zero = RangeSet::default();
             zero.insert(&missing);
@@ -205,7 +217,7 @@ impl Store {
                 zero.remove(&part);
                 let source =
                     state.device.clone().ok_or_else(|| Error::unsupported("a download", "no device memory"))?;
-                self.download_part(&source, host, &part)?;
+                self.download_part(&source, host, &part, lane)?;
                 state.host_current.insert(&part);
             }
             for part in zero.within(&missing) {
@@ -218,33 +230,17 @@ impl Store {
         Ok(())
     }
 
-    fn download_part(&self, source: &Arc<Region>, target: &Arc<Region>, part: &Range<usize>) -> Result<()> {
+    fn download_part(
+        &self,
+        source: &Arc<Region>,
+        target: &Arc<Region>,
+        part: &Range<usize>,
+        lane: Option<&Stream>,
+    ) -> Result<()> {
         let device = self.need_device("a download")?;
-        let _range = trace::range(c"download", part.len());
         let _bound = device.context().to_submit()?;
-        let stream = device.context().copy_stream(Way::Down)?;
-        source.order(&stream, part, false)?;
-        let (from, to) = (source.device()? + part.start as u64, target.host()?);
-        if target.is_pinned() || device.copies_pageable() {
-            target.order(&stream, part, true)?;
-            let (read, write) = (source.open(&stream, part, false), target.open(&stream, part, true));
-            // SAFETY: both ends are inside their regions, which track the copy and outlive it.
-            unsafe { copy::device_to_host(to.as_ptr().add(part.start), from, part.len(), &stream)? };
-            let event = Arc::new(device.behind_copy(&stream, Way::Down, part.len())?);
-            source.close(read, event.clone());
-            target.close(write, event);
-        } else {
-            target.wait(part, true)?;
-            // Done when the call returns; if it fails, the driver may still be at it, and both uses stay open.
-            let (read, write) = (source.open(&stream, part, false), target.open(&stream, part, true));
-            // SAFETY: as above; the target's bytes are current nowhere else and the state is locked, so nobody looks.
-            unsafe {
-                let to = to.as_ptr().add(part.start);
-                device.copy_down(to, false, from, part.len(), &stream)?;
-            }
-            target.passed(write);
-            source.close(read, Arc::new(Event::record(device.context(), &stream)?));
-        }
+        let stream = lane.cloned().map_or_else(|| device.context().copy_stream(Way::Down), Ok)?;
+        parts::down(device, (source, part.start), (target, part.start), part.len(), &stream)?;
         self.downloaded.fetch_add(part.len() as u64, Ordering::Relaxed);
         Ok(())
     }
@@ -297,7 +293,8 @@ impl Store {
             for part in state.host_current.within(&missing) {
                 zero.remove(&part);
                 let source = state.host.clone().ok_or_else(|| Error::unsupported("an upload", "no host memory"))?;
-                self.upload_part(device, &source, target, &part, stream, submitted)?;
+                parts::up(device, (&source, part.start), (target, part.start), part.len(), stream, submitted)?;
+                self.count_upload(part.len());
                 state.device_current.insert(&part);
             }
             for part in zero.within(&missing) {
@@ -312,41 +309,6 @@ impl Store {
         Ok(())
     }
 
-    fn upload_part(
-        &self,
-        device: &Device,
-        source: &Arc<Region>,
-        target: &Arc<Region>,
-        part: &Range<usize>,
-        stream: &Stream,
-        submitted: &mut Submitted,
-    ) -> Result<()> {
-        let _range = trace::range(c"upload", part.len());
-        target.order(stream, part, true)?;
-        let (from, to) = (source.host()?, target.device()? + part.start as u64);
-        // SAFETY: the part lies inside the region.
-        let from = unsafe { from.as_ptr().add(part.start) };
-        let write = target.open(stream, part, true);
-        if source.is_pinned() || device.copies_pageable() {
-            source.order(stream, part, false)?;
-            let read = source.open(stream, part, false);
-            // SAFETY: both ends are inside their regions, which track the copy and outlive it.
-            unsafe { copy::host_to_device(to, from, part.len(), stream)? };
-            submitted.push(source, read);
-            submitted.copies(part.len());
-        } else {
-            source.wait(part, false)?;
-            let read = source.open(stream, part, false);
-            // SAFETY: as above; the source is read before the call returns, under the state's lock.
-            unsafe { device.copy_up(to, from, part.len(), stream)? };
-            // Only if the call fails may the driver still be reading.
-            source.passed(read);
-        }
-        submitted.push(target, write);
-        self.count_upload(part.len());
-        Ok(())
-    }
-
     /// Host memory for a tensor that lives on the device: pinned, so that copies run at the speed of the link; pageable
     /// where pinning is refused.
     fn new_host_region(&self) -> Result<Region> {
@@ -358,21 +320,37 @@ impl Store {
 
     fn new_device_region(&self, device: &Device, stream: &Stream) -> Result<Region> {
         let region = self.allocate_device(device, stream)?;
-        // Other streams must come after the allocation.
-        let all = 0..self.bytes;
-        let allocation = region.open(stream, &all, true);
-        region.close(allocation, Arc::new(Event::record(device.context(), stream)?));
+        allocated(device, &region, stream)?;
         Ok(region)
     }
 
     /// Device memory of the tensor's size and type, allocated in the order of `stream`; other streams know nothing of that yet.
     pub(crate) fn allocate_device(&self, device: &Device, stream: &Stream) -> Result<Region> {
-        let allocate = || (self.allocate)(device, stream, self.bytes);
-        let (slice, address) = allocate().or_else(|error| retry_after_drain(device, error, allocate))?;
-        let owner = Owner::Device { slice, stream: stream.clone(), shared: false };
-        // SAFETY: the slice owns `bytes` bytes at its address.
-        Ok(unsafe { Region::new(None, Some(address), self.bytes, Backing::Device, Some(device.clone()), owner) })
+        device_region(self.allocate, device, self.bytes, stream)
     }
+}
+
+fn device_region(allocate: AllocDevice, device: &Device, bytes: usize, stream: &Stream) -> Result<Region> {
+    let allocate = || allocate(device, stream, bytes);
+    let (slice, address) = allocate().or_else(|error| retry_after_drain(device, error, allocate))?;
+    let owner = Owner::Device { slice, stream: stream.clone(), shared: false };
+    // SAFETY: the slice owns `bytes` bytes at its address.
+    Ok(unsafe { Region::new(None, Some(address), bytes, Backing::Device, Some(device.clone()), owner) })
+}
+
+/// Notes the allocation, after which other streams must come.
+fn allocated(device: &Device, region: &Region, stream: &Stream) -> Result<()> {
+    let allocation = region.open(stream, &(0..region.bytes()), true);
+    region.close(allocation, Arc::new(Event::record(device.context(), stream)?));
+    Ok(())
+}
+
+/// Device memory of no tensor's own, allocated in the order of `stream`.
+pub(super) fn device_room(device: &Device, bytes: usize, stream: &Stream) -> Result<Region> {
+    let region = device_region(allocate::<u8>, device, bytes, stream)?;
+    let _bound = device.context().to_submit()?;
+    allocated(device, &region, stream)?;
+    Ok(region)
 }
 
 fn io_coherent(device: &Device) -> bool {

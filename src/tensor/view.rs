@@ -208,6 +208,10 @@ impl<T: Element> SharedTensor<T> {
         Ok(self.host()?.to_vec())
     }
 
+    pub(super) fn into_window(self) -> (Arc<Store>, Window) {
+        (self.store, self.window)
+    }
+
     /// The store, whole and unshared, or `self` again.
     pub(super) fn into_store(self) -> Result<(Arc<Store>, Shape), Self> {
         if self.window.range == (0..self.store.bytes()) && Arc::strong_count(&self.store) == 1 {
