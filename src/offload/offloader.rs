@@ -324,10 +324,10 @@ impl Offloader {
     ///
     /// # Errors
     /// As [`flush`](Self::flush); the offloader comes back.
-    pub fn into_layers(mut self) -> Result<Vec<OffloadLayer>, Refused<Self>> {
+    pub fn into_layers(mut self) -> Result<Vec<OffloadLayer>, Refused<Box<Self>>> {
         match self.flush() {
             Ok(()) => Ok(self.layers.into_iter().map(|Layer { tensors, .. }| OffloadLayer { tensors }).collect()),
-            Err(error) => Err(Refused { error, value: self }),
+            Err(error) => Err(Refused { error, value: Box::new(self) }),
         }
     }
 }

@@ -34,6 +34,7 @@ mod load;
 #[cfg(feature = "safetensors")]
 mod load_refused;
 mod machines;
+mod offload;
 mod ordering;
 mod ordering_failing;
 mod pool;
