@@ -79,7 +79,7 @@ impl Sink {
     }
 }
 
-fn run(arguments: &Arguments, gpu: &Gpu) -> Result<(), Failure> {
+fn run(arguments: &Arguments, gpu: &Gpu<'_>) -> Result<(), Failure> {
     let Arguments { common: StepArgs { steps, passes, .. }, format, .. } = *arguments;
     let elements = arguments.bytes.div_ceil(4);
     let (path, sink) = sink(arguments, elements)?;
@@ -140,7 +140,7 @@ fn sink(arguments: &Arguments, elements: u64) -> Result<(PathBuf, io::Result<Sin
 /// All steps, their outputs to the sink: seconds until the last is written, the file's bytes, the pool's numbers.
 fn with_egress(
     arguments: &Arguments,
-    gpu: &Gpu,
+    gpu: &Gpu<'_>,
     made: &mut Made<'_>,
     sink: &Arc<Sink>,
     path: &Path,

@@ -119,7 +119,7 @@ struct Rows {
 type Worked = Tagged<TransferTensor<f32>, Rows>;
 type Landed = Tagged<HostTensor<f32>, Rows>;
 
-fn run(arguments: &Arc<Arguments>, gpu: &Gpu) -> Result<(), Failure> {
+fn run(arguments: &Arc<Arguments>, gpu: &Gpu<'_>) -> Result<(), Failure> {
     let StepArgs { steps, passes, ref out, json, .. } = arguments.common;
     let path = folder(out.as_deref())?.join("results.npy");
     let failed = |error: io::Error| Failure::other(format!("{}: {error}", path.display()));
@@ -182,7 +182,7 @@ fn run(arguments: &Arc<Arguments>, gpu: &Gpu) -> Result<(), Failure> {
 /// All batches, from the source to the file.
 fn stream(
     arguments: &Arc<Arguments>,
-    gpu: &Gpu,
+    gpu: &Gpu<'_>,
     file: &Arc<RowsFile>,
     progress: &ProgressBar,
     failed: &dyn Fn(io::Error) -> Failure,

@@ -7,7 +7,7 @@ use super::steps::{Gpu, pattern};
 
 #[derive(Debug)]
 pub struct Made<'g> {
-    gpu: &'g Gpu,
+    gpu: &'g Gpu<'g>,
     state: TransferTensor<f32>,
     shape: Vec<usize>,
     passes: u64,
@@ -15,7 +15,7 @@ pub struct Made<'g> {
 
 impl<'g> Made<'g> {
     /// From the beginning, in outputs of this shape.
-    pub fn new(gpu: &'g Gpu, shape: &[usize], passes: u64) -> Result<Self, Failure> {
+    pub fn new(gpu: &'g Gpu<'g>, shape: &[usize], passes: u64) -> Result<Self, Failure> {
         let begin: Vec<f32> = (0..shape.iter().product::<usize>() as u64).map(pattern).collect();
         let state = gpu.device.tensor().access(Access::reuse(100)?).from_slice(&begin, shape.to_vec())?;
         Ok(Self { gpu, state, shape: shape.to_vec(), passes })

@@ -1,6 +1,7 @@
 //! What the examples share: which machine to run on, and how to say what went wrong.
 #![allow(dead_code, unreachable_pub, reason = "each example uses a part, as a module of its own")]
 
+pub mod gpu;
 pub mod made;
 #[cfg(feature = "safetensors")]
 pub mod rows_file;

@@ -1,23 +1,19 @@
 //! What the examples that work step after step share: their arguments, the GPU or the simulated one, and a kernel.
 
+use std::ops::Deref;
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitCode};
-use std::sync::Arc;
+use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use clap::Args;
 use cuda_sim::kernels::BUILTIN_PTX;
 use serde_json::{Value, json};
-use transfer_tensor::cudarc::driver::{
-    CudaContext, CudaFunction, CudaStream, DeviceSlice as _, LaunchConfig, PushKernelArg as _, result::DriverError,
-};
+use transfer_tensor::cudarc::driver::{CudaFunction, DeviceSlice as _, LaunchConfig, PushKernelArg as _};
 use transfer_tensor::cudarc::nvrtc::Ptx;
-use transfer_tensor::{Detector, Device, DeviceMut, EgressStats, TransferTensor};
+use transfer_tensor::{DeviceMut, EgressStats, TransferTensor};
 
-use super::{Failure, Machine, MachineArgs, print};
-
-/// Where there is no GPU.
-const SIMULATED: &str = "x86_h200_sxm_gen5";
+use super::gpu::refused;
+use super::{Failure, MachineArgs};
 
 /// No example's outputs take this long to be delivered; then something hangs.
 pub const PATIENCE: Duration = Duration::from_secs(600);
@@ -72,16 +68,20 @@ pub fn pattern(index: u64) -> f32 {
 
 /// A device to work on, and its kernel.
 #[derive(Debug)]
-pub struct Gpu {
-    pub device: Device,
-    pub stream: Arc<CudaStream>,
-    machine: Machine,
-    note: Option<String>,
+pub struct Gpu<'a> {
+    gpu: &'a super::gpu::Gpu,
     add_one: CudaFunction,
 }
 
-/// Runs `main` with the GPU that the arguments name. Where there is none, that is with a simulated H200 in a process of
-/// its own: a process has one driver, and here that may be a library which is loaded already and sees no device.
+impl Deref for Gpu<'_> {
+    type Target = super::gpu::Gpu;
+
+    fn deref(&self) -> &Self::Target {
+        self.gpu
+    }
+}
+
+/// Runs `main` with the GPU that the arguments name, or with a simulated one.
 pub fn run(args: &StepArgs, main: impl FnOnce(&Gpu) -> Result<(), Failure>) -> Result<ExitCode, Failure> {
     // What an `f32` counts on top of the pattern.
     const MOST: u64 = 1 << 23;
@@ -91,43 +91,15 @@ pub fn run(args: &StepArgs, main: impl FnOnce(&Gpu) -> Result<(), Failure>) -> R
             args.steps, args.passes
         )));
     }
-    if args.machine.simulate.is_none() && args.machine.profile.is_none() {
-        match Detector::device_count() {
-            Ok(0) => return simulated("the driver sees no device"),
-            Ok(_) => {}
-            Err(error) => return simulated(&error.to_string()),
-        }
-    }
-    let gpu = Gpu::open(args)?;
-    if let (Some(note), false) = (&gpu.note, args.json) {
-        print(note);
-    }
-    main(&gpu)?;
-    match gpu.machine.simulated.as_ref().and_then(|device| device.violations().into_iter().next()) {
-        Some(violation) => Err(Failure::other(format!("the simulated driver objects: {violation}"))),
-        None => Ok(ExitCode::SUCCESS),
-    }
+    super::gpu::run(&args.machine, args.no_gpu.as_deref(), args.json, |gpu| main(&Gpu::new(gpu)?))
 }
 
-fn simulated(why: &str) -> Result<ExitCode, Failure> {
-    let failed = |error| Failure::other(format!("{SIMULATED}: no process for it: {error}"));
-    let mut command = Command::new(std::env::current_exe().map_err(failed)?);
-    command.args(std::env::args_os().skip(1)).args(["--simulate", SIMULATED, "--no-gpu", why]);
-    let code = command.status().map_err(failed)?.code().and_then(|code| u8::try_from(code).ok());
-    Ok(ExitCode::from(code.unwrap_or(super::FAILURE)))
-}
-
-impl Gpu {
-    fn open(args: &StepArgs) -> Result<Self, Failure> {
-        let machine = Machine::open(&args.machine)?;
-        let context = CudaContext::new(machine.ordinal).map_err(|error| refused("making a context", error))?;
-        // Not the legacy default stream, which copies on other streams would wait for.
-        let stream = context.new_stream().map_err(|error| refused("making a stream", error))?;
-        let device = Device::with_detector(&stream, &machine.detector)?;
-        let module = context.load_module(Ptx::from_src(BUILTIN_PTX)).map_err(|error| refused("loading", error))?;
+impl<'a> Gpu<'a> {
+    fn new(gpu: &'a super::gpu::Gpu) -> Result<Self, Failure> {
+        let module = gpu.stream.context().load_module(Ptx::from_src(BUILTIN_PTX));
+        let module = module.map_err(|error| refused("loading", error))?;
         let add_one = module.load_function("add_one_f32").map_err(|error| refused("finding the kernel", error))?;
-        let note = args.no_gpu.as_ref().map(|why| format!("no GPU here ({why}); this is a simulated machine"));
-        Ok(Self { device, stream, machine, note, add_one })
+        Ok(Self { gpu, add_one })
     }
 
     /// Adds 1 to each element on the device, `passes` times.
@@ -174,44 +146,6 @@ impl Gpu {
         self.wait()?;
         Ok(start.elapsed().as_secs_f64())
     }
-
-    /// Waits for the stream.
-    pub fn wait(&self) -> Result<(), Failure> {
-        self.stream.synchronize().map_err(|error| refused("waiting for the device", error))
-    }
-
-    pub fn is_simulated(&self) -> bool {
-        self.machine.simulated.is_some()
-    }
-
-    /// The machine, for people.
-    pub fn title(&self) -> String {
-        format!("{}{}", self.device.platform().name(), if self.is_simulated() { " (simulated)" } else { "" })
-    }
-
-    /// What the times are of.
-    pub fn clock(&self) -> &'static str {
-        if self.is_simulated() {
-            "wall clock of the simulation: the CPU does the device's work, these are no figures of a GPU"
-        } else {
-            "wall clock"
-        }
-    }
-
-    /// `more` with what is said of every run.
-    pub fn json(&self, more: Value) -> Value {
-        let mut all = json!({
-            "driver": self.machine.driver(self.device.platform()),
-            "profile": self.machine.simulated.as_ref().map(|device| device.profile_key().to_owned()),
-            "device": self.device.platform().name(),
-            "note": self.note,
-            "clock": self.clock(),
-        });
-        if let (Value::Object(all), Value::Object(more)) = (&mut all, more) {
-            all.extend(more);
-        }
-        all
-    }
 }
 
 /// A pool's numbers as JSON.
@@ -227,9 +161,4 @@ pub fn stats_json(stats: &EgressStats) -> Value {
         "waiting_seconds": stats.waiting_time.as_secs_f64(),
         "consuming_seconds": stats.consuming_time.as_secs_f64(),
     })
-}
-
-/// By number: cudarc's text of an error is another driver call.
-fn refused(what: &str, error: DriverError) -> Failure {
-    Failure::other(format!("{what} failed: {:?}", error.0))
 }

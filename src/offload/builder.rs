@@ -104,7 +104,7 @@ impl<'d> OffloaderBuilder<'d> {
     }
 
     /// How many layers of those on the host are on the device at once: one in use, the others ahead. At least 1 (nothing is ahead then). If not
-    /// said, 2, or as many as keep the link at work for 200 µs, where layers are small.
+    /// said, 2, or as many as keep the link at work for 200 µs, where layers are small, but no more than half of them.
     pub fn depth(mut self, depth: usize) -> Self {
         self.depth = Some(depth.max(1));
         self
@@ -224,7 +224,7 @@ impl<'d> OffloaderBuilder<'d> {
 
         let moves: Vec<bool> = places.iter().map(|places| places.iter().any(Option::is_some)).collect();
         report.layers = (0..layers.len()).filter(|&layer| moves[layer]).collect();
-        let count = self.slots(slot_bytes).min(report.layers.len());
+        let count = self.slots(report.layers.len(), slot_bytes);
         let mut lanes = None;
         let mut slots = Vec::new();
         if count > 0 {
@@ -280,12 +280,15 @@ impl<'d> OffloaderBuilder<'d> {
         Ok(homes)
     }
 
-    /// How many slots.
-    fn slots(&self, slot_bytes: usize) -> usize {
-        self.depth.unwrap_or_else(|| {
+    /// How many slots, for so many layers on the host.
+    fn slots(&self, layers: usize, slot_bytes: usize) -> usize {
+        let planned = || {
             let seconds = self.device.platform().figures().host_to_device.seconds(slot_bytes as u64);
-            1 + ((AHEAD / seconds.max(1e-9)).ceil() as usize).clamp(1, MOST)
-        })
+            let ahead = ((AHEAD / seconds.max(1e-9)).ceil() as usize).clamp(1, MOST);
+            // Small layers: not so many that hardly any memory is saved.
+            (1 + ahead).min((layers / 2).max(2))
+        };
+        self.depth.unwrap_or_else(planned).min(layers)
     }
 
     fn explain(&self, layers: &[OffloadLayer], goes: impl Fn(usize, usize) -> bool, report: &mut OffloadReport) {

@@ -173,8 +173,7 @@ fn what_is_written_goes_home() {
 #[test]
 fn tensors_of_any_type_and_of_each_other() {
     let gpu = Gpu::any(H200);
-    let tied: SharedTensor<f32> =
-        gpu.device.tensor().from_vec(vec![1.5f32; LEN], [2, LEN / 2]).unwrap().into_shared();
+    let tied: SharedTensor<f32> = gpu.device.tensor().from_vec(vec![1.5f32; LEN], [2, LEN / 2]).unwrap().into_shared();
     let make = |number: usize| {
         let wide = gpu.device.tensor().from_vec(vec![number as u64; LEN / 8], [LEN / 8]).unwrap();
         let small = gpu.device.tensor().from_vec(vec![number as i16; 100], [100]).unwrap();
@@ -251,7 +250,8 @@ fn device_memory_falls_by_what_is_saved() {
     if let Some(sim) = &gpu.sim {
         sim.clear_calls();
         steps(2);
-        let calls = ["cuMemAlloc", "cuMemAllocAsync", "cuMemHostAlloc", "cuMemHostRegister", "cuMemFree", "cuEventCreate"];
+        let calls =
+            ["cuMemAlloc", "cuMemAllocAsync", "cuMemHostAlloc", "cuMemHostRegister", "cuMemFree", "cuEventCreate"];
         assert_eq!(calls.map(|call| sim.count(call)), [0; 6]);
     }
     drop(model);
@@ -414,13 +414,16 @@ fn a_fault_is_told_and_nothing_hangs() {
     gpu.sim.as_ref().unwrap().sticky(700);
     let stream = gpu.stream.clone();
     within(HANG, move || {
-        let told = (0..4).find_map(|number| model.layer(number, &stream).and_then(|layer| layer.device::<u8>(0).map(drop)).err());
+        let told = (0..4)
+            .find_map(|number| model.layer(number, &stream).and_then(|layer| layer.device::<u8>(0).map(drop)).err());
         assert!(told.expect("a fault").is_fault());
         assert!(model.flush().unwrap_err().is_fault());
         let refused = model.into_layers().unwrap_err();
         assert!(refused.error.is_fault());
         drop(refused.value);
-        let told = (0..3).find_map(|_| activations.pop::<u8>().and_then(|top| top.map(|top| top.device(&stream).map(drop)).transpose()).err());
+        let told = (0..3).find_map(|_| {
+            activations.pop::<u8>().and_then(|top| top.map(|top| top.device(&stream).map(drop)).transpose()).err()
+        });
         assert!(told.expect("a fault").is_fault());
         drop(activations);
     });
@@ -494,7 +497,8 @@ fn a_capture_is_refused() {
     gpu.stream.begin_capture(CU_STREAM_CAPTURE_MODE_GLOBAL).unwrap();
     let refused = model.layer(0, &gpu.stream).and_then(|layer| layer.device::<u8>(0).map(drop)).unwrap_err();
     assert!(refused.is_capturing(), "{refused}");
-    let flags = transfer_tensor::cudarc::driver::sys::CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
+    let flags =
+        transfer_tensor::cudarc::driver::sys::CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
     let _ = gpu.stream.end_capture(flags).unwrap();
     for number in 0..4 {
         assert_eq!(found(&gpu, &mut model, number, &gpu.stream), [number as u8; LEN]);
@@ -512,9 +516,8 @@ fn without_page_locked_memory_it_works_from_ordinary_memory() {
     gpu.sim.as_ref().unwrap().fail_always("cuMemHostRegister", 2);
     gpu.sim.as_ref().unwrap().fail_always("cuMemHostAlloc", 2);
     let device = crate::pool::with_pool(&gpu, PoolOptions::new().keep_idle(0));
-    let layer = |number: usize| {
-        OffloadLayer::new().tensor(device.tensor().from_vec(vec![number as u8; LEN], [LEN]).unwrap())
-    };
+    let layer =
+        |number: usize| OffloadLayer::new().tensor(device.tensor().from_vec(vec![number as u8; LEN], [LEN]).unwrap());
     let mut model = build(Offloader::builder(&device), (0..4).map(layer).collect());
     assert_eq!(model.report().pinned_bytes, 0);
     for number in [0, 1, 2, 3] {
