@@ -103,8 +103,8 @@ pub use layout::Shape;
 pub use load::{Checkpoint, Load, Progress, Reading, TensorInfo};
 pub use offload::{
     ActivationStack, ActivationStats, ActiveLayer, ActiveTensor, Batch as OffloadBatch, Bound, Checkpointing, Choice,
-    Fractions, LayerOrder, OffloadAdvice, OffloadLayer, OffloadLink, OffloadReport, OffloadStats, Offloader,
-    OffloaderBuilder, Point, Sensitivity, StepTime, Verdict, Workload, pinned_budget,
+    Fractions, LayerAdvice, LayerOrder, OffloadAdvice, OffloadLayer, OffloadLink, OffloadReport, OffloadStats,
+    Offloader, OffloaderBuilder, Point, Sensitivity, StepTime, Verdict, Workload, WorkloadLayer, pinned_budget,
 };
 pub use order::Order;
 pub use plan::{

@@ -8,6 +8,7 @@ use crate::error::Result;
 use crate::platform::Platform;
 
 use super::link::OffloadLink;
+use super::pipeline::{self, LayerAdvice};
 use super::step::{Bound, StepTime};
 use super::workload::{Batch, Fractions, Workload};
 
@@ -113,6 +114,8 @@ pub struct OffloadAdvice {
     pub headroom_gbs: f64,
     /// What was chosen; `None` where nothing fits.
     pub choice: Option<Choice>,
+    /// The same layer by layer, where weights are to be moved and the workload lists its layers; `None` too where they do not free enough.
+    pub layers: Option<LayerAdvice>,
     /// All that was weighed, best first.
     pub considered: Vec<Choice>,
     /// Throughput against the fraction of the weights.
@@ -336,6 +339,13 @@ impl Advisor<'_> {
         Sensitivity { link: [link(0.8), link(1.2)], batch: [other(0.8), other(1.2)] }
     }
 
+    /// The weights that a choice moves, as whole layers.
+    fn layers(&self, choice: &Choice) -> Option<LayerAdvice> {
+        let w = self.workload;
+        let moved = (w.weights as f64 * choice.fractions.weights).ceil() as u64;
+        (moved > 0).then(|| pipeline::advise(w, moved, choice.step.compute, self.link.up_gbs))?
+    }
+
     fn advise(&self) -> OffloadAdvice {
         let w = self.workload;
         let considered = self.considered();
@@ -366,6 +376,7 @@ impl Advisor<'_> {
             sensitivity: choice.as_ref().map(|choice| self.sensitivity(choice)),
             curve: self.curve(),
             link: self.link.clone(),
+            layers: choice.as_ref().and_then(|choice| self.layers(choice)),
             choice,
             considered,
             steps: Vec::new(),

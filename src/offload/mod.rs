@@ -10,6 +10,7 @@ mod choose;
 mod layer;
 mod link;
 mod offloader;
+mod pipeline;
 mod ring;
 mod stack;
 mod step;
@@ -21,10 +22,11 @@ pub use builder::{OffloadReport, OffloaderBuilder};
 pub use layer::{ActiveLayer, ActiveTensor, OffloadLayer};
 pub use link::{OffloadLink, pinned_budget};
 pub use offloader::{OffloadStats, Offloader};
+pub use pipeline::LayerAdvice;
 pub use ring::LayerOrder;
 pub use stack::{ActivationStack, ActivationStats};
 pub use step::{Bound, StepTime};
-pub use workload::{Batch, Checkpointing, Fractions, Workload};
+pub use workload::{Batch, Checkpointing, Fractions, Workload, WorkloadLayer};
 
 #[cfg(test)]
 mod tests;

@@ -2,7 +2,9 @@
 
 use proptest::prelude::*;
 
-use super::{Batch, Bound, Checkpointing, Fractions, Verdict, Workload, pinned_budget};
+use super::choose::Share;
+use super::ring::{LayerOrder, Ring};
+use super::{Batch, Bound, Checkpointing, Fractions, Verdict, Workload, WorkloadLayer, pinned_budget};
 use crate::platform::{Attributes, Platform};
 
 const GB: u64 = 1_000_000_000;
@@ -268,5 +270,135 @@ proptest! {
         workload.link_gbs = Some(gbs);
         let choice = workload.weigh(&discrete(GB), workload.own(), Fractions::default(), false).unwrap();
         prop_assert_eq!((choice.gain, choice.serial_gain, choice.up_bytes, choice.down_bytes), (1.0, 1.0, 0, 0));
+    }
+}
+
+/// The talk's workload by layers: a third of them, and a step that is no longer for it.
+#[test]
+fn layers_are_chosen_with_room_for_those_in_use() {
+    let mut workload = talk();
+    workload.batches.retain(|batch| batch.times == 2.0);
+    workload.layers = vec![WorkloadLayer { weights: GB * 72 / 80, seconds: 0.096 / 80.0 }; 80];
+    let advice = workload.advise(&grace_hopper()).unwrap();
+    let (choice, layers) = (advice.choice.clone().unwrap(), advice.layers.clone().unwrap());
+    let needed = (72.0 * GB as f64 * choice.fractions.weights) as u64;
+    assert!(layers.saved_bytes >= needed && layers.saved_bytes < needed + 2 * GB, "{layers:?} for {needed}");
+    assert!((1..=3).contains(&layers.depth), "{layers:?}");
+    near(layers.seconds, choice.step.overlapped(), "by layers");
+    assert!(advice.to_string().contains("by layers:"), "{advice}");
+    // Layers that are not all of the weights may not be enough.
+    workload.layers.truncate(5);
+    assert_eq!(workload.advise(&grace_hopper()).unwrap().layers, None);
+    workload.layers = vec![WorkloadLayer { weights: 73 * GB, seconds: 0.01 }];
+    assert!(workload.advise(&grace_hopper()).unwrap_err().to_string().contains("layers"));
+    workload.layers = vec![WorkloadLayer { weights: GB, seconds: 0.2 }];
+    assert!(workload.advise(&grace_hopper()).unwrap_err().to_string().contains("0.2"));
+}
+
+/// One slot: a layer's copy waits for the work on the one before, and the step takes both.
+#[test]
+fn with_one_slot_nothing_overlaps_where_all_layers_move() {
+    // What does not fit is almost everything; no room for a second slot.
+    let mut workload = Workload::new(10 * GB, 0, 0.1);
+    workload.weight_passes = Some(1);
+    workload.link_gbs = Some(50.0);
+    workload.device_bytes = Some(GB);
+    workload.layers = vec![WorkloadLayer { weights: GB, seconds: 0.01 }; 10];
+    let layers = workload.advise(&discrete(GB)).unwrap().layers.unwrap();
+    assert_eq!((layers.depth, layers.layers.len()), (1, 10));
+    near(layers.seconds, 10.0 * (0.02 + 0.01), "serial");
+    workload.device_bytes = Some(2 * GB);
+    let layers = workload.advise(&discrete(2 * GB)).unwrap().layers.unwrap();
+    assert_eq!(layers.depth, 2);
+    near(layers.seconds, 10.0 * 0.02, "bound by the link");
+}
+
+proptest! {
+    /// Layers by a fraction: within half of the largest of it, and evenly: any part of the model has its share, too.
+    #[test]
+    fn a_fraction_is_spread_evenly(bytes in prop::collection::vec(0..1000u64, 0..60), fraction in 0.0..=1.0f64) {
+        let chosen = Share::Fraction(fraction).choose(&bytes).unwrap();
+        let largest = bytes.iter().copied().max().unwrap_or(0) as f64;
+        let (mut seen, mut moved) = (0.0, 0.0);
+        for (bytes, chosen) in bytes.iter().zip(&chosen) {
+            seen += *bytes as f64;
+            moved += if *chosen { *bytes as f64 } else { 0.0 };
+            prop_assert!((moved - fraction * seen).abs() <= largest / 2.0 + 1e-6, "{moved} of {seen}");
+            prop_assert!(*bytes > 0 || !chosen);
+        }
+    }
+
+    /// However layers are asked for: who is in use is in a slot, nobody is in two, what comes next is there, and nobody makes room for himself.
+    #[test]
+    fn the_ring_holds_what_is_used_and_what_comes_next(
+        moves in prop::collection::vec(any::<bool>(), 1..12),
+        listed in prop::collection::vec(0..12usize, 0..20),
+        which in 0..3u8,
+        slots in 1..5usize,
+        asked in prop::collection::vec((0..12usize, any::<bool>()), 0..60),
+    ) {
+        let layers = moves.len();
+        let order = match which {
+            0 => LayerOrder::Forward,
+            1 => LayerOrder::ForwardBackward,
+            _ => LayerOrder::Explicit(listed.into_iter().filter(|layer| *layer < layers).collect()),
+        };
+        let list = order.list(layers);
+        let mut ring = Ring::new(list.clone(), moves.clone(), slots);
+        let mut at = None;
+        for (other, next) in asked {
+            // Mostly what comes next.
+            let following = at.map_or(0, |at: usize| at + 1) % list.len().max(1);
+            let layer = if next { list.get(following).copied().unwrap_or(0) } else { other % layers };
+            ring.ask(layer);
+            let first = at.map_or(0, |at: usize| at + 1);
+            at = (first..first + list.len()).map(|at| at % list.len()).find(|&at| list[at] == layer).or(at);
+            let wanted = ring.wanted(layer);
+            prop_assert!(wanted.len() <= slots);
+            prop_assert_eq!(wanted.first() == Some(&layer), moves[layer]);
+            prop_assert!(wanted.iter().all(|layer| moves[*layer]));
+            // The next one that moves, if there is room for it beside the one in use.
+            let from = at.map_or(0, |at| at + 1);
+            let coming = (from..from + list.len()).map(|at| list[at % list.len()]).find(|next| moves[*next] && *next != layer);
+            if let Some(coming) = coming.filter(|_| slots > usize::from(moves[layer])) {
+                prop_assert!(wanted.contains(&coming));
+            }
+            for wants in wanted.clone() {
+                if ring.slot_of(wants).is_none() {
+                    let slot = ring.room(&wanted).unwrap();
+                    prop_assert!(ring.layer_in(slot).is_none_or(|layer| !wanted.contains(&layer)));
+                    ring.put(slot, Some(wants));
+                }
+            }
+            let inside: Vec<usize> = (0..slots).filter_map(|slot| ring.layer_in(slot)).collect();
+            prop_assert!(wanted.iter().all(|layer| inside.iter().filter(|other| *other == layer).count() == 1));
+            let mut once = inside.clone();
+            once.sort_unstable();
+            once.dedup();
+            prop_assert_eq!(once.len(), inside.len());
+        }
+    }
+
+    /// By layers no step is shorter than its work or its copies, nor longer than both one after another.
+    #[test]
+    fn a_step_of_layers_is_between_its_bounds(
+        layers in prop::collection::vec((1..4 * GB, 1e-4..0.01f64), 1..20),
+        passes in 1..4u32,
+        gbs in 1.0..100.0f64,
+        fits in 0.0..1.0f64,
+    ) {
+        let weights = layers.iter().map(|(bytes, _)| bytes).sum::<u64>();
+        let seconds = layers.iter().map(|(_, seconds)| seconds).sum::<f64>();
+        let mut workload = Workload::new(weights, 0, seconds);
+        workload.layers = layers.iter().map(|&(weights, seconds)| WorkloadLayer { weights, seconds }).collect();
+        (workload.weight_passes, workload.link_gbs) = (Some(passes), Some(gbs));
+        let room = ((weights as f64 * fits) as u64).max(1);
+        let advice = workload.advise(&discrete(room)).unwrap();
+        if let Some(by) = advice.layers {
+            let copies: u64 = by.layers.iter().map(|&layer| layers[layer].0).sum();
+            let copies = copies as f64 * f64::from(passes) / (advice.link_gbs * 1e9);
+            prop_assert!(by.seconds >= seconds.max(copies) * (1.0 - 1e-6), "{by:?}: {seconds} {copies}");
+            prop_assert!(by.seconds <= (seconds + copies) * (1.0 + 1e-6), "{by:?}: {seconds} {copies}");
+        }
     }
 }

@@ -98,6 +98,17 @@ pub(super) fn steps(w: &Workload, advice: &OffloadAdvice, naive: &Choice) -> Vec
         (Verdict::DoesNotFit, _) | (_, None) => "nothing of this fits the device".to_owned(),
         (_, Some(choice)) => format!("best: {}", line(choice)),
     });
+    if let Some(layers) = &advice.layers {
+        lines.push(format!(
+            "by layers: {} of {} in host memory, {} at a time on the device ({}): saves {}, a step of {}",
+            layers.layers.len(),
+            w.layers.len(),
+            layers.depth,
+            gb(layers.slots_bytes as f64),
+            gb(layers.saved_bytes as f64),
+            ms(layers.seconds),
+        ));
+    }
     lines
 }
 

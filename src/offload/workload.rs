@@ -29,6 +29,9 @@ pub struct Workload {
     pub seconds: f64,
     /// How often an iteration needs each weight: twice in training, forward and backward (the default); once in inference.
     pub weight_passes: Option<u32>,
+    /// The layers one by one, in the order of the forward pass, where they were measured. What is not in the list stays on the device, and its time is
+    /// after the layers'.
+    pub layers: Vec<WorkloadLayer>,
     /// What larger micro-batches were measured to take.
     pub batches: Vec<Batch>,
     /// What recomputing activations would cost and free.
@@ -40,6 +43,17 @@ pub struct Workload {
     pub link_gbs: Option<f64>,
     /// The share of the link that is there for this, if others use it too: above 0, at most 1.
     pub link_share: Option<f64>,
+}
+
+/// A layer that was measured, at the micro-batch that the workload is of.
+#[derive(Debug, Clone, Copy, PartialEq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(deny_unknown_fields))]
+pub struct WorkloadLayer {
+    /// Bytes of its weights.
+    pub weights: u64,
+    /// Seconds of an iteration that are its, all passes together.
+    pub seconds: f64,
 }
 
 /// A micro-batch that was measured.
@@ -166,6 +180,20 @@ impl Workload {
             if let Some(other) = all().take(index).find(|other| other.times == times && other.seconds != seconds) {
                 return no("batches", format!("{times} times takes {} s, and {seconds} s", other.seconds));
             }
+        }
+        for layer in &self.layers {
+            positive("seconds of a layer", layer.seconds)?;
+        }
+        let (bytes, seconds) = self.layers.iter().fold((0u64, 0.0), |(bytes, seconds), layer| {
+            (bytes.saturating_add(layer.weights), seconds + layer.seconds)
+        });
+        if bytes > self.weights {
+            let all = self.weights;
+            return no("layers", format!("their {bytes} bytes are more than the {all} bytes of weights"));
+        }
+        if seconds > self.seconds * 1.01 {
+            let all = self.seconds;
+            return no("layers", format!("their {seconds} s are more than the iteration's {all} s"));
         }
         if let Some(Checkpointing { forward, frees }) = self.checkpointing {
             positive("checkpointing.forward", forward)?;
