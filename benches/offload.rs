@@ -17,7 +17,7 @@ use std::time::Instant;
 
 use common::overlap::{RATIOS, Spin, medians, one_copy};
 use common::{Args, Bench, Failure, Raw, Row, human, print, write};
-use transfer_tensor::{Fractions, OffloadBatch, OffloadLayer, Offloader, Workload};
+use transfer_tensor::{Access, Fractions, OffloadBatch, OffloadLayer, Offloader, Workload};
 
 /// Bytes of a layer, and how many there are.
 const SIZES: [(usize, usize); 3] = [(16 << 20, 32), (64 << 20, 16), (256 << 20, 12)];
@@ -56,7 +56,7 @@ fn grid(
     let raw = Raw::new(bytes);
     let copy = one_copy(bench, || raw.up(bench));
     let layer = |number: usize| -> Result<OffloadLayer, Failure> {
-        let mut tensor = bench.device.tensor().zeros::<u8>([bytes])?;
+        let mut tensor = bench.device.tensor().access(Access::reuse(1000)?).zeros::<u8>([bytes])?;
         tensor.host_mut()?.fill(number as u8);
         Ok(OffloadLayer::new().tensor(tensor))
     };

@@ -2,8 +2,10 @@
 //! exit codes and one-line errors.
 #![cfg(target_os = "linux")]
 
+mod built;
+
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, Output};
 
 use serde_json::Value;
@@ -11,27 +13,8 @@ use transfer_tensor::cudarc::get_lib_name_candidates;
 
 const EXAMPLES: [&str; 2] = ["egress_to_file", "pipeline"];
 
-/// The examples lie beside the tests; a run of this test alone has to build them first.
-fn example(name: &str) -> PathBuf {
-    static BUILDING: std::sync::Mutex<()> = std::sync::Mutex::new(());
-    let test = std::env::current_exe().unwrap();
-    let profile = test.parent().unwrap().parent().unwrap();
-    let path = profile.join("examples").join(name);
-    let _one_at_a_time = BUILDING.lock();
-    if !path.exists() {
-        let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-        let mut build = Command::new(cargo);
-        build.args(["build", "--example", name, "--target-dir"]).arg(profile.parent().unwrap());
-        if profile.ends_with("release") {
-            build.arg("--release");
-        }
-        assert!(build.current_dir(env!("CARGO_MANIFEST_DIR")).status().unwrap().success());
-    }
-    path
-}
-
 fn command(name: &str, arguments: &[&str]) -> Command {
-    let mut command = Command::new(example(name));
+    let mut command = Command::new(built::example(name));
     command.args(arguments).env_remove("TRANSFER_TENSOR_STRATEGY");
     command
 }

@@ -1,34 +1,13 @@
 //! The example `platform_detection` as its users see it: its JSON on every machine, its exit codes, its one-line errors.
 
-use std::path::PathBuf;
+mod built;
+
 use std::process::{Command, Output};
-use std::sync::OnceLock;
 
 use serde_json::Value;
 
-/// The example lies beside the tests; a run of this test alone has to build it first.
-fn example() -> &'static PathBuf {
-    static PATH: OnceLock<PathBuf> = OnceLock::new();
-    PATH.get_or_init(|| {
-        let test = std::env::current_exe().unwrap();
-        let profile = test.parent().unwrap().parent().unwrap();
-        let path = profile.join("examples").join("platform_detection");
-        if !path.exists() {
-            let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-            let target = profile.parent().unwrap();
-            let mut build = Command::new(cargo);
-            build.args(["build", "--example", "platform_detection", "--target-dir"]).arg(target);
-            if profile.ends_with("release") {
-                build.arg("--release");
-            }
-            assert!(build.current_dir(env!("CARGO_MANIFEST_DIR")).status().unwrap().success());
-        }
-        path
-    })
-}
-
 fn run_with(arguments: &[&str], variables: &[(&str, &str)]) -> Output {
-    Command::new(example())
+    Command::new(built::example("platform_detection"))
         .args(arguments)
         .env_remove("TRANSFER_TENSOR_STRATEGY")
         .envs(variables.iter().copied())

@@ -1,33 +1,13 @@
 //! The example `plot` as its users see it: charts of what benches write, one-line errors.
 
-use std::fs;
-use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
-use std::sync::OnceLock;
+mod built;
 
-/// The example lies beside the tests; a run of this test alone has to build it first.
-fn example() -> &'static PathBuf {
-    static PATH: OnceLock<PathBuf> = OnceLock::new();
-    PATH.get_or_init(|| {
-        let test = std::env::current_exe().unwrap();
-        let profile = test.parent().unwrap().parent().unwrap();
-        let path = profile.join("examples").join("plot");
-        if !path.exists() {
-            let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-            let target = profile.parent().unwrap();
-            let mut build = Command::new(cargo);
-            build.args(["build", "--example", "plot", "--target-dir"]).arg(target);
-            if profile.ends_with("release") {
-                build.arg("--release");
-            }
-            assert!(build.current_dir(env!("CARGO_MANIFEST_DIR")).status().unwrap().success());
-        }
-        path
-    })
-}
+use std::fs;
+use std::path::Path;
+use std::process::{Command, Output};
 
 fn plot(folder: &Path, arguments: &[&str]) -> Output {
-    Command::new(example()).args(arguments).current_dir(folder).output().unwrap()
+    Command::new(built::example("plot")).args(arguments).current_dir(folder).output().unwrap()
 }
 
 #[track_caller]

@@ -16,7 +16,7 @@ use std::time::Instant;
 use clap::Parser;
 use comfy_table::{CellAlignment, Table, presets};
 use serde_json::json;
-use transfer_tensor::{Fractions, OffloadBatch, OffloadLayer, Offloader, Strategy, TransferTensor, Workload};
+use transfer_tensor::{Access, Fractions, OffloadBatch, OffloadLayer, Offloader, Strategy, TransferTensor, Workload};
 
 use common::gpu::{self, Gpu};
 use common::{Failure, MachineArgs, bytes, print, size, time};
@@ -41,7 +41,7 @@ struct Arguments {
     #[arg(long, value_name = "T", default_value_t = 0.5, value_parser = positive)]
     compute_ms: f64,
     /// How much of the weights is kept on the host, from 0 to 1
-    #[arg(long, value_name = "F", default_value_t = 0.5)]
+    #[arg(long, value_name = "F", default_value_t = 0.5, value_parser = share, allow_negative_numbers = true)]
     fraction: f64,
     /// How many layers of those on the host are on the device at once; as many as the link needs, if not said
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
@@ -61,6 +61,13 @@ fn positive(text: &str) -> Result<f64, String> {
     match text.parse() {
         Ok(number) if number > 0.0 && number < 1e6 => Ok(number),
         _ => Err("it must be a number above 0 and below 1000000".into()),
+    }
+}
+
+fn share(text: &str) -> Result<f64, String> {
+    match text.parse() {
+        Ok(number) if (0.0..=1.0).contains(&number) => Ok(number),
+        _ => Err("it must be a number from 0 to 1".into()),
     }
 }
 
@@ -157,7 +164,8 @@ fn gpu_json(
 fn steps(arguments: &Arguments, gpu: &Gpu, kernels: &Kernels, fraction: f64) -> Result<Ran, Failure> {
     let words = usize::try_from(arguments.layer_bytes / 4).map_err(Failure::usage)?;
     let weights = |layer: u32| -> Result<OffloadLayer, Failure> {
-        let mut weights: TransferTensor<u32> = gpu.device.tensor().zeros(words)?;
+        // Weights stay: what is not moved is to be in the device's own memory, where it has some.
+        let mut weights: TransferTensor<u32> = gpu.device.tensor().access(Access::reuse(1000)?).zeros(words)?;
         for (word, at) in weights.host_mut()?.iter_mut().zip(0u32..) {
             *word = at.wrapping_mul(2_654_435_761).wrapping_add(layer);
         }

@@ -18,35 +18,16 @@ mod kernel;
 #[path = "../../examples/handoff/meter.rs"]
 mod meter;
 
-use std::path::{Path, PathBuf};
+#[path = "../built/mod.rs"]
+mod built;
+
 use std::process::{Command, Output};
-use std::sync::OnceLock;
 
 use safetensors::tensor::{Dtype, TensorView, serialize};
 use tempfile::TempDir;
 
-/// The example lies beside the tests; a run of this test alone has to build it first.
-fn example() -> &'static Path {
-    static PATH: OnceLock<PathBuf> = OnceLock::new();
-    PATH.get_or_init(|| {
-        let test = std::env::current_exe().unwrap();
-        let profile = test.parent().unwrap().parent().unwrap();
-        let path = profile.join("examples").join("handoff");
-        if !path.exists() {
-            let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-            let mut build = Command::new(cargo);
-            build.args(["build", "--example", "handoff", "--target-dir"]).arg(profile.parent().unwrap());
-            if profile.ends_with("release") {
-                build.arg("--release");
-            }
-            assert!(build.current_dir(env!("CARGO_MANIFEST_DIR")).status().unwrap().success());
-        }
-        path
-    })
-}
-
 fn command(arguments: &[&str]) -> Command {
-    let mut command = Command::new(example());
+    let mut command = Command::new(built::example("handoff"));
     command.args(arguments).env_remove("TRANSFER_TENSOR_STRATEGY");
     command
 }

@@ -1,35 +1,20 @@
-//! The example `offload_advisor` as its users see it: its verdicts on simulated machines, its JSON and chart, its one-line errors.
+//! The examples `offload_advisor` and `offload` as their users see them: verdicts and results on simulated machines, JSON, charts, one-line errors.
 
-use std::path::{Path, PathBuf};
+mod built;
+
+use std::path::Path;
 use std::process::{Command, Output};
-use std::sync::OnceLock;
 
 use serde_json::Value;
 
 const TALK: &str = "examples/workloads/llama2_70b_gh200.toml";
 
-/// The example lies beside the tests; a run of this test alone has to build it first.
-fn example() -> &'static PathBuf {
-    static PATH: OnceLock<PathBuf> = OnceLock::new();
-    PATH.get_or_init(|| {
-        let test = std::env::current_exe().unwrap();
-        let profile = test.parent().unwrap().parent().unwrap();
-        let path = profile.join("examples").join("offload_advisor");
-        if !path.exists() {
-            let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-            let mut build = Command::new(cargo);
-            build.args(["build", "--example", "offload_advisor", "--target-dir"]).arg(profile.parent().unwrap());
-            if profile.ends_with("release") {
-                build.arg("--release");
-            }
-            assert!(build.current_dir(env!("CARGO_MANIFEST_DIR")).status().unwrap().success());
-        }
-        path
-    })
-}
-
 fn run(arguments: &[&str]) -> Output {
-    Command::new(example()).args(arguments).current_dir(env!("CARGO_MANIFEST_DIR")).output().unwrap()
+    Command::new(built::example("offload_advisor"))
+        .args(arguments)
+        .current_dir(env!("CARGO_MANIFEST_DIR"))
+        .output()
+        .unwrap()
 }
 
 fn advice(workload: &str, machine: &str) -> Value {
@@ -107,5 +92,42 @@ fn bad_input_is_a_line_and_code_2() {
     for arguments in [&["no-such-file.toml"][..], &[TALK, "--simulate", "gh2000"]] {
         let output = run(arguments);
         assert_eq!((output.status.code(), output.stdout.len()), (Some(2), 0), "{arguments:?}");
+    }
+}
+
+/// The example `offload` on a simulated machine.
+fn offload(arguments: &[&str]) -> Output {
+    let quick = ["--layers", "8", "--layer-bytes", "64KiB", "--compute-ms", "0.1", "--steps", "2"];
+    Command::new(built::example("offload")).args(quick).args(arguments).output().unwrap()
+}
+
+#[test]
+fn layers_on_the_host_give_the_same_results() {
+    for (machine, fraction, moved) in
+        [("x86_h200_sxm_gen5", "0.5", true), ("x86_l40s_gen4", "1", true), ("dgx_spark_gb10", "1", false)]
+    {
+        let output = offload(&["--simulate", machine, "--fraction", fraction, "--json"]);
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let json: Value = serde_json::from_slice(&output.stdout).unwrap();
+        assert_eq!(json["same"], true, "{json:#}");
+        assert_eq!(json["up_bytes"].as_u64().unwrap() > 0, moved, "{json:#}");
+        assert_eq!(json["saved_bytes"].as_u64().unwrap() > 0, moved, "{json:#}");
+        assert!(json["predicted_seconds"].as_f64().unwrap() > 0.0 && json["hit_rate"] == 1.0, "{json:#}");
+    }
+}
+
+#[test]
+fn what_offload_can_not_do_is_one_line() {
+    for (arguments, what) in [
+        (["--fraction", "1.5"], "1.5"),
+        (["--layer-bytes", "7"], "7"),
+        (["--layers", "0"], "0"),
+        (["--compute-ms", "-1"], "-1"),
+        (["--simulate", "nothing"], "nothing"),
+    ] {
+        let output = Command::new(built::example("offload")).args(arguments).output().unwrap();
+        let line = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(2), "{line}");
+        assert!(line.starts_with("error: ") && line.lines().count() == 1 && line.contains(what), "{line}");
     }
 }
