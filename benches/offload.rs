@@ -88,8 +88,18 @@ fn grid(
             let [computes, copies, ours] = medians(
                 if quick { 1 } else { 3 },
                 [
-                    &mut || timed(&mut || Ok((0..count).for_each(|_| spin.launch(ticks)))),
-                    &mut || timed(&mut || Ok((0..moved).for_each(|_| raw.up(bench)))),
+                    &mut || {
+                        timed(&mut || {
+                            (0..count).for_each(|_| spin.launch(ticks));
+                            Ok(())
+                        })
+                    },
+                    &mut || {
+                        timed(&mut || {
+                            (0..moved).for_each(|_| raw.up(bench));
+                            Ok(())
+                        })
+                    },
                     &mut || timed(&mut ours),
                 ],
             )?;

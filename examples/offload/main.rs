@@ -89,7 +89,7 @@ struct Ran {
 }
 
 fn run(arguments: &Arguments, gpu: &Gpu) -> Result<(), Failure> {
-    if arguments.layer_bytes == 0 || arguments.layer_bytes % 4 != 0 {
+    if arguments.layer_bytes == 0 || !arguments.layer_bytes.is_multiple_of(4) {
         return Err(Failure::usage(format!("--layer-bytes {}: it must be whole words of 4", arguments.layer_bytes)));
     }
     let kernels = Kernels::load(gpu)?;
