@@ -216,8 +216,9 @@ fn tensors_of_any_type_and_of_each_other() {
 /// R100: the device's memory falls by what the report says is saved, and a step allocates nothing.
 #[test]
 fn device_memory_falls_by_what_is_saved() {
-    const BIG: usize = 4 << 20;
     let gpu = Gpu::any(H200);
+    // A driver's pool gives back what is large by itself; smaller blocks only with their neighbours.
+    let big = if gpu.sim.is_some() { 4 << 20 } else { 64 << 20 };
     let free = || {
         gpu.context.synchronize().unwrap();
         gpu.device.drain(HANG).unwrap();
@@ -228,20 +229,20 @@ fn device_memory_falls_by_what_is_saved() {
     };
     let all = free();
     let layer = |number: usize| {
-        let slice = gpu.stream.clone_htod(&vec![number as u8; BIG]).unwrap();
-        OffloadLayer::new().tensor(gpu.device.tensor().from_cuda_slice(slice, [BIG]).unwrap())
+        let slice = gpu.device.upload_new(&gpu.stream, &vec![number as u8; big]).unwrap();
+        OffloadLayer::new().tensor(gpu.device.tensor().from_cuda_slice(slice, [big]).unwrap())
     };
-    let layers: Vec<_> = (0..32).map(layer).collect();
+    let layers: Vec<_> = (0..16).map(layer).collect();
     let resident = all - free();
     let mut model = build(Offloader::builder(&gpu.device).fraction(0.75).depth(2), layers);
     let report = model.report().clone();
-    assert_eq!((report.host_bytes, report.saved_bytes), (24 * BIG as u64, 22 * BIG as u64));
+    assert_eq!((report.host_bytes, report.saved_bytes), (12 * big as u64, 10 * big as u64));
     let now = all - free();
-    let slack = (BIG / 2) as u64; // the driver's granularity
+    let slack = (big / 2) as u64; // the driver's granularity
     assert!((resident - now).abs_diff(report.saved_bytes) <= slack, "{resident} before, {now} after: {report}");
     let mut steps = |count: usize| {
         for _ in 0..count {
-            for number in 0..32 {
+            for number in 0..16 {
                 drop(model.layer(number, &gpu.stream).unwrap().device::<u8>(0).unwrap());
             }
         }
