@@ -36,6 +36,9 @@ fn the_talks_workload_gains_on_grace_hopper_and_nowhere_else() {
     let grace = advice(TALK, "gh200_480gb_numa");
     assert_eq!(grace["verdict"], "offload", "{grace:#}");
     assert!((1.2..=1.7).contains(&grace["gain"].as_f64().unwrap()), "{grace:#}");
+    // R100: such a link does not carry as much back as there.
+    let (up, down) = (grace["link"]["up_gbs"].as_f64().unwrap(), grace["link"]["down_gbs"].as_f64().unwrap());
+    assert!(up > down * 1.1 && up < 450.0, "{up} {down}");
     for machine in ["x86_h200_sxm_gen5", "dgx_spark_gb10"] {
         let other = advice(TALK, machine);
         assert_eq!((other["verdict"].as_str(), other["fraction"].as_f64()), (Some("resident"), Some(0.0)), "{other:#}");
