@@ -33,7 +33,7 @@ use std::time::{Duration, Instant};
 
 use common::overlap::{ByHand, Case, PATIENCE, RATIOS, Spin, medians, one_copy};
 use common::{Args, Bench, Failure, Raw, Row, cpu_time, print, write};
-use transfer_tensor::cudarc::driver::{CudaSlice, sys};
+use transfer_tensor::cudarc::driver::CudaSlice;
 use transfer_tensor::{Device, EgressPool, EgressSource, HostTensor, IngressPrefetcher, Output};
 
 const SIZES: [usize; 3] = [1 << 20, 16 << 20, 256 << 20];
@@ -44,7 +44,7 @@ fn main() -> Result<(), Failure> {
     let args = Args::read(&["--cpu"], &[])?;
     let bench = Bench::open("x86_h200_sxm_gen5")?;
     bench.announce_wall();
-    keep_freed_memory(&bench)?;
+    bench.keep_freed_memory()?;
     let spin = Spin::new(&bench)?;
     let mut rows = Vec::new();
     let mut add = |row: Row| {
@@ -92,23 +92,6 @@ fn cpu(bench: &Bench, spin: &Spin, add: &mut dyn FnMut(Row)) -> Result<(), Failu
     // The item's own delivery is part of it.
     ticket.wait()?;
     row("CPU, a pool that waits for the device", cpu_time() - before);
-    Ok(())
-}
-
-/// Has the driver keep what is freed in stream order, as programs do that allocate in a loop: else it is given back to
-/// the system at every wait.
-fn keep_freed_memory(bench: &Bench) -> Result<(), Failure> {
-    if !bench.stream.context().has_async_alloc() {
-        println!("no allocation in stream order: fresh results are cuMemAlloc's");
-        return Ok(());
-    }
-    let (mut pool, mut most) = (std::ptr::null_mut(), u64::MAX);
-    let attribute = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
-    // SAFETY: the calls write a handle and read a `u64`, which is what the attribute is.
-    unsafe {
-        sys::cuDeviceGetDefaultMemPool(&mut pool, bench.stream.context().cu_device()).result()?;
-        sys::cuMemPoolSetAttribute(pool, attribute, (&raw mut most).cast()).result()?;
-    }
     Ok(())
 }
 

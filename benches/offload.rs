@@ -9,6 +9,9 @@
 //! device, which is calibrated first. All in one run, interleaved. The ratio must reach 0.952 (a step of 1.05 times the larger) from 64 MiB on, and
 //! the prediction must be within a tenth.
 //!
+//! *activations* go through an `ActivationStack`: made in a forward pass, used in a backward pass whose kernels take the same time. *raw* is the larger of the kernels and the copies of each pass, both
+//! passes together.
+//!
 //! Without a GPU the simulated H200 runs: the copies are this CPU's, the kernel sleeps, and no ratio means anything.
 
 mod common;
@@ -17,7 +20,7 @@ use std::time::Instant;
 
 use common::overlap::{RATIOS, Spin, medians, one_copy};
 use common::{Args, Bench, Failure, Raw, Row, human, print, write};
-use transfer_tensor::{Access, Fractions, OffloadBatch, OffloadLayer, Offloader, Workload};
+use transfer_tensor::{Access, ActivationStack, Fractions, OffloadBatch, OffloadLayer, Offloader, Workload};
 
 /// Bytes of a layer, and how many there are.
 const SIZES: [(usize, usize); 3] = [(16 << 20, 32), (64 << 20, 16), (256 << 20, 12)];
@@ -42,7 +45,73 @@ fn main() -> Result<(), Failure> {
     for &(bytes, count) in sizes {
         grid(&bench, &spin, bytes, count, args.quick || simulated, &mut add)?;
     }
+    bench.keep_freed_memory()?;
+    let (bytes, count) = if simulated { (1 << 20, 6) } else { (JUDGED, 24) };
+    activations(&bench, &spin, bytes, count, args.quick || simulated, &mut add)?;
     write(&args, &rows)
+}
+
+/// Activations that a forward pass makes and a backward pass uses, whose kernels take the same time: all but the top two go out and come back.
+fn activations(
+    bench: &Bench,
+    spin: &Spin,
+    bytes: usize,
+    count: usize,
+    quick: bool,
+    add: &mut dyn FnMut(Row),
+) -> Result<(), Failure> {
+    const TOP: usize = 2;
+    let raw = Raw::new(bytes);
+    let [up, down] = [one_copy(bench, || raw.up(bench)), one_copy(bench, || raw.down(bench))];
+    for (name, times) in RATIOS {
+        let ticks = spin.ticks(up.max(down) * times);
+        let mut stack = ActivationStack::new(&bench.device, TOP)?;
+        let mut ours = || -> Result<f64, Failure> {
+            let start = Instant::now();
+            for _ in 0..count {
+                // SAFETY: nobody looks at the bytes.
+                let made = unsafe { bench.stream.alloc::<u8>(bytes)? };
+                spin.launch(ticks);
+                stack.push_slice(made).map_err(|refused| refused.error)?;
+            }
+            for _ in 0..count {
+                let used = stack.pop::<u8>()?.ok_or("an activation is missing")?;
+                let used = used.device(&bench.stream)?;
+                spin.launch(ticks);
+                drop(used);
+            }
+            bench.sync();
+            Ok(start.elapsed().as_secs_f64())
+        };
+        let timed = |run: &dyn Fn(), count: usize| -> Result<f64, Failure> {
+            let start = Instant::now();
+            (0..count).for_each(|_| run());
+            bench.sync();
+            Ok(start.elapsed().as_secs_f64())
+        };
+        let [computes, outs, backs, ours] = medians(
+            if quick { 1 } else { 5 },
+            [
+                &mut || timed(&|| spin.launch(ticks), count),
+                &mut || timed(&|| raw.down(bench), count - TOP),
+                &mut || timed(&|| raw.up(bench), count - TOP),
+                &mut ours,
+            ],
+        )?;
+        // What goes out does so while the forward pass computes, and what comes back in the backward pass.
+        let best = computes.max(outs) + computes.max(backs);
+        add(Row {
+            case: format!("{count} x {} of activations, {name}", human(bytes)),
+            bytes,
+            ours: ours * 1e6,
+            raw: Some(best * 1e6),
+            peer: None,
+            ratio: Some(best / ours),
+            unit: "us",
+            clock: "wall",
+        });
+    }
+    Ok(())
 }
 
 fn grid(

@@ -163,6 +163,23 @@ impl Bench {
         ((sim.clock(0).now_ns - start) as f64 * 1e-9).max(1e-9)
     }
 
+    /// Has the driver keep what is freed in stream order, as programs do that allocate in a loop: else it is given back to
+    /// the system at every wait.
+    pub(crate) fn keep_freed_memory(&self) -> Result<(), Failure> {
+        if !self.stream.context().has_async_alloc() {
+            println!("no allocation in stream order: fresh results are cuMemAlloc's");
+            return Ok(());
+        }
+        let (mut pool, mut most) = (std::ptr::null_mut(), u64::MAX);
+        let attribute = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
+        // SAFETY: the calls write a handle and read a `u64`, which is what the attribute is.
+        unsafe {
+            sys::cuDeviceGetDefaultMemPool(&mut pool, self.stream.context().cu_device()).result()?;
+            sys::cuMemPoolSetAttribute(pool, attribute, (&raw mut most).cast()).result()?;
+        }
+        Ok(())
+    }
+
     pub(crate) fn sync(&self) {
         // SAFETY: the bench's stream.
         unsafe { check(sys::cuStreamSynchronize(self.stream.cu_stream())) };
