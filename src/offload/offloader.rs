@@ -64,7 +64,7 @@ const WATCHES: usize = 64;
 /// | written to, with [`ActiveLayer::device_mut`] | copied home after the work on it, before the slot gets another layer |
 /// | one memory (DGX Spark, Jetson) | nothing is moved; the report says so |
 /// | a coherent link (Grace) | tensors that both sides see are read where they are, or brought like the others, as the plan has it |
-/// | ordinary host memory | is exchanged for page-locked memory, as far as the budget goes; copies from what is left block the caller |
+/// | ordinary host memory | is exchanged for page-locked memory, as far as the budget goes (the caller's raw memory, too, which is not written to any more); copies from what is left block the caller |
 /// | an error | of bringing a layer is that layer's: what was to come ahead is tried again when it is asked for |
 /// | dropped, forgotten | memory goes when the device is done with it; what was written to and not yet copied home is lost: [`flush`](Offloader::flush), [`into_layers`](Offloader::into_layers) |
 ///

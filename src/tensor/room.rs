@@ -181,8 +181,12 @@ impl Home {
         let all = 0..store.bytes();
         let pinned = store.with_state(|state| state.host.as_ref().is_some_and(|host| host.is_pinned()));
         if !pin {
-            let ordinary = pageable_region(all.len(), Some(device.clone()))?;
-            store.with_state(|state| state.host.get_or_insert_with(|| Arc::new(ordinary)).is_pinned());
+            store.with_state(|state| {
+                if state.host.is_none() {
+                    state.host = Some(Arc::new(pageable_region(all.len(), Some(device.clone()))?));
+                }
+                Ok::<_, Error>(())
+            })?;
         }
         let mut region = store.on_host(&all, false)?;
         let shared = tensor.is_in_place();
