@@ -1,6 +1,7 @@
 //! One context as this crate uses it: events, copy streams, what was leaked.
 
 use std::ffi::CStr;
+use std::ops::Deref;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
@@ -24,6 +25,8 @@ pub(crate) struct Context {
     cuda: Arc<CudaContext>,
     idle: Mutex<Vec<RawEvent>>,
     copy_streams: Mutex<[Option<Arc<OwnedStream>>; 2]>,
+    /// Streams that were lent and came back, by their names.
+    lent: Mutex<Vec<(&'static CStr, Arc<OwnedStream>)>>,
     counters: Counters,
     batches: OnceLock<BatchCall>,
 }
@@ -78,6 +81,7 @@ impl Context {
             cuda,
             idle: Mutex::new(Vec::new()),
             copy_streams: Mutex::default(),
+            lent: Mutex::default(),
             counters: Counters::default(),
             batches: OnceLock::new(),
         })
@@ -183,6 +187,23 @@ impl Context {
         Ok(self.stream(Arc::new(OwnedStream::new(&self.cuda, name)?)))
     }
 
+    /// A stream for one user, which comes back when he drops it and is lent again once nothing runs on it. It lives as long as the context:
+    /// device memory that belongs to it may outlive its user.
+    pub(crate) fn lend_stream(self: &Arc<Self>, name: &'static CStr) -> Result<LentStream> {
+        let idle = |known: &(&'static CStr, Arc<OwnedStream>)| {
+            // SAFETY: the handle is alive; the context is current, as `bound` says.
+            known.0 == name && unsafe { sys::cuStreamQuery(known.1.raw) } == sys::CUresult::CUDA_SUCCESS
+        };
+        let bound = self.to_submit()?;
+        let found = {
+            let mut lent = self.lent.lock();
+            lent.iter().position(idle).map(|at| lent.swap_remove(at).1)
+        };
+        drop(bound);
+        let owned = found.map_or_else(|| OwnedStream::new(&self.cuda, name).map(Arc::new), Ok)?;
+        Ok(LentStream { stream: self.stream(owned), name, context: self.clone() })
+    }
+
     fn stream(&self, owned: Arc<OwnedStream>) -> Stream {
         // SAFETY: the handle belongs to this context, and the `Stream` keeps both alive.
         let cuda = unsafe { self.cuda.wrap_borrowed_stream(owned.raw) };
@@ -194,6 +215,31 @@ impl Drop for Context {
     fn drop(&mut self) {
         let events = std::mem::take(self.idle.get_mut());
         self.destroy_events(events);
+    }
+}
+
+/// A stream that goes back to its context.
+#[derive(Debug)]
+pub(crate) struct LentStream {
+    stream: Stream,
+    name: &'static CStr,
+    context: Arc<Context>,
+}
+
+impl Deref for LentStream {
+    type Target = Stream;
+
+    fn deref(&self) -> &Stream {
+        &self.stream
+    }
+}
+
+impl Drop for LentStream {
+    fn drop(&mut self) {
+        // In a forked child the lock may never be free, and the stream is worth nothing.
+        if let (Ok(_), Some(owned)) = (Driver::get(), self.stream.owner()) {
+            self.context.lent.lock().push((self.name, owned.clone()));
+        }
     }
 }
 

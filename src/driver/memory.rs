@@ -276,46 +276,54 @@ pub(crate) fn free_slice<T>(context: &Arc<Context>, slice: CudaSlice<T>) {
     drop_bound(context, &cuda, slice);
 }
 
-/// Frees a slice on `stream`, which is another one than the slice's own, behind `pending`; on the waiter's thread where the stream can not
-/// wait for those.
+/// Frees a slice, whose own stream is given with it, on `lane` instead, behind `pending`; on the waiter's thread where the lane can not wait for those.
 pub(crate) fn free_behind<T: Element>(
     context: &Arc<Context>,
     waiter: &Waiter,
-    slice: CudaSlice<T>,
-    pending: Vec<Pending>,
-    stream: &Stream,
+    (slice, own): (CudaSlice<T>, Stream),
+    mut pending: Vec<Pending>,
+    lane: &Stream,
 ) {
     let in_order = || {
         if !context.cuda().has_async_alloc() {
             return Err(Error::unsupported("freeing in the order of a stream", "the device has no memory pools"));
         }
         let bound = context.to_submit()?;
+        // cudarc lets the slice's own stream wait for the uses that it knows of when it gives up the slice.
+        Stream::of_caller(own.cuda()).check_not_capturing("freeing device memory")?;
         for pending in &pending {
             match pending {
-                Pending::Event(event) => stream.wait_for(event)?,
+                Pending::Event(event) => lane.wait_for(event)?,
                 Pending::Stream(open) if open.reachable() => {
                     open.check_not_capturing("freeing device memory")?;
-                    stream.wait_for(&Event::record(context, open)?)?;
+                    lane.wait_for(&Event::record(context, open)?)?;
                 }
                 _ => return Err(Error::unsupported("freeing in the order of a stream", "its uses can not be named")),
             }
         }
         Ok(bound)
     };
-    match in_order() {
+    let in_order = in_order();
+    let cuda = slice.context().clone();
+    match in_order {
         Ok(_bound) => {
-            let cuda = slice.context().clone();
             let mut address = 0;
-            // cudarc lets the slice's own stream wait for the uses that it knows of, which are among ours.
-            let _ = context.unparked(&cuda, "cuStreamWaitEvent", || address = slice.leak());
+            let given = context.unparked(&cuda, "cuStreamWaitEvent", || address = slice.leak());
+            count_failure(context, &given);
             // SAFETY: the slice's memory, from a pool, which nobody has any more; its uses come before this.
-            let freed = check("cuMemFreeAsync", unsafe { sys::cuMemFreeAsync(address, stream.handle()) });
+            let freed = check("cuMemFreeAsync", unsafe { sys::cuMemFreeAsync(address, lane.handle()) });
             if freed.is_err() {
                 context.count_leak();
             }
             count_failure(context, &freed);
         }
-        Err(_) => free_later(context, slice.context().clone(), waiter, Box::new(slice), pending),
+        Err(_) => {
+            if !own.is_per_thread() {
+                pending.push(Pending::Capture(own.clone()));
+            }
+            // The stream stays as long: it may be ours, and the slice is freed on it.
+            free_later(context, cuda, waiter, Box::new((slice, own)), pending);
+        }
     }
 }
 

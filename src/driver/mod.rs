@@ -26,7 +26,7 @@ pub(crate) mod stream;
 pub(crate) mod timing;
 
 pub(crate) use call::{Bound, check};
-pub(crate) use context::{Context, Way};
+pub(crate) use context::{Context, LentStream, Way};
 pub(crate) use event::Event;
 pub(crate) use load::Driver;
 pub(crate) use pending::Pending;

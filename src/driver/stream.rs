@@ -32,6 +32,11 @@ impl Stream {
         Self { cuda, thread: None, owned: Some(owned) }
     }
 
+    /// What keeps it, if it is one of this crate's own.
+    pub(super) fn owner(&self) -> Option<&Arc<OwnedStream>> {
+        self.owned.as_ref()
+    }
+
     pub(crate) fn cuda(&self) -> &Arc<CudaStream> {
         &self.cuda
     }

@@ -144,7 +144,7 @@ impl<'d> OffloaderBuilder<'d> {
     /// Takes the layers: those that are to be on the host give up their memory on the device, the others are brought there.
     ///
     /// # Ordering
-    /// Blocks while ordinary memory is exchanged for page-locked memory, not for copies of the device's.
+    /// Blocks while ordinary memory is exchanged for page-locked memory, and for the work that wrote to tensors with ordinary memory; for no other copies.
     ///
     /// # Errors
     /// The fraction is not from 0 to 1, a layer in a list is not there, a tensor has no device or that of another context, there is no memory, or the
@@ -229,22 +229,23 @@ impl<'d> OffloaderBuilder<'d> {
         let mut slots = Vec::new();
         if count > 0 {
             let context = device.context();
-            let made = Lanes { up: context.fresh_stream(c"offload-in")?, down: context.fresh_stream(c"offload-out")? };
+            let made = Lanes { up: context.lend_stream(c"offload-in")?, down: context.lend_stream(c"offload-out")? };
             for _ in 0..count {
                 let room = Room::new(device, slot_bytes, &made.up)?;
                 slots.push(Slot { room, written: Vec::new(), fresh: false });
             }
             lanes = Some(made);
         }
+        let mut stay = HashSet::new();
         for (number, layer) in layers.iter().enumerate() {
-            for (index, tensor) in layer.tensors.iter().enumerate() {
-                match goes(number, index) {
-                    true => {}
-                    false if tensor.is_in_place() => report.in_place_bytes += tensor.bytes() as u64,
-                    false => {
-                        tensor.settle()?;
-                        report.resident_bytes += tensor.bytes() as u64;
-                    }
+            for (_, tensor) in layer.tensors.iter().enumerate().filter(|(index, _)| !goes(number, *index)) {
+                let first = stay.insert(tensor.memory());
+                if tensor.is_in_place() {
+                    report.in_place_bytes += if first { tensor.memory_bytes() as u64 } else { 0 };
+                } else {
+                    tensor.settle()?;
+                    // All of the memory that it is a part of.
+                    report.resident_bytes += if first { tensor.memory_bytes() as u64 } else { 0 };
                 }
             }
         }
@@ -292,21 +293,31 @@ impl<'d> OffloaderBuilder<'d> {
     }
 
     fn explain(&self, layers: &[OffloadLayer], goes: impl Fn(usize, usize) -> bool, report: &mut OffloadReport) {
-        // What a layer that stays shares with one that goes is on the device all the same.
         let numbered = layers.iter().enumerate().flat_map(|(number, layer)| {
             layer.tensors.iter().enumerate().map(move |(index, tensor)| (number, index, tensor))
         });
         let (gone, stays): (Vec<_>, Vec<_>) = numbered.partition(|&(number, index, _)| goes(number, index));
         let stays: HashSet<usize> = stays.iter().map(|(_, _, tensor)| tensor.memory()).collect();
-        let mut seen = HashSet::new();
-        let gone = gone.iter().filter(|(_, _, tensor)| {
-            // What both sides saw was not on the device before.
-            seen.insert(tensor.memory()) && !stays.contains(&tensor.memory()) && !tensor.is_in_place()
-        });
-        let gone: u64 = gone.map(|(_, _, tensor)| tensor.memory_bytes() as u64).sum();
+        // What both sides saw was not on the device before.
+        let own = gone.iter().map(|(_, _, tensor)| tensor).filter(|tensor| !tensor.is_in_place());
+        let memories: HashMap<usize, u64> = own.map(|tensor| (tensor.memory(), tensor.memory_bytes() as u64)).collect();
+        // What a layer that stays shares with one that goes is on the device all the same.
+        let part = |both: bool| {
+            memories.iter().filter({
+                let stays = &stays;
+                move |(memory, _)| stays.contains(*memory) == both
+            })
+        };
+        let shared: u64 = part(true).map(|(_, bytes)| bytes).sum();
+        let gone: u64 = part(false).map(|(_, bytes)| bytes).sum();
         let slots = report.slots as u64 * report.slot_bytes;
         report.saved_bytes = gone.saturating_sub(slots);
         let mut say = |reason: String| report.reasons.push(reason);
+        if shared > 0 {
+            say(format!(
+                "{shared} bytes are on the device all the same: tensors that stay lie in the same memory as some that go"
+            ));
+        }
         match self.device.platform().model() {
             MemoryModel::Unified | MemoryModel::UnifiedMapped => {
                 say("CPU and GPU have one memory: nothing is moved".into());
@@ -319,7 +330,10 @@ impl<'d> OffloaderBuilder<'d> {
                 if report.slots == report.layers.len() {
                     say(format!("all {} layers on the host have a slot: no device memory is saved", report.slots));
                 } else if gone <= slots {
-                    say(format!("{} slots take as much as is on the host: no device memory is saved", report.slots));
+                    say(format!(
+                        "{} slots take as much as is on the host alone: no device memory is saved",
+                        report.slots
+                    ));
                 }
             }
         }

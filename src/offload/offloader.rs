@@ -9,6 +9,7 @@
 //! Which layer is in which slot is `ring.rs`; the order of copies and work is that of any region (`tensor/region.rs`). A guard borrows the
 //! offloader, so no slot gets another layer while one is in use.
 
+use std::collections::VecDeque;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,8 +20,8 @@ use super::builder::{OffloadReport, OffloaderBuilder, Prepared};
 use super::layer::{ActiveLayer, ActiveTensor, At, OffloadLayer};
 use super::ring::Ring;
 use crate::device::Device;
-use crate::driver::Stream;
 use crate::driver::timing::Stopwatch;
+use crate::driver::{LentStream, Stream};
 use crate::error::{Error, Kind, Refused, Result};
 use crate::tensor::{Home, OffloadTensor, Place, Room};
 use crate::trace;
@@ -105,15 +106,15 @@ pub(super) struct Slot {
 
 /// Streams of ours: nothing else holds up what layers wait for.
 pub(super) struct Lanes {
-    pub(super) up: Stream,
-    pub(super) down: Stream,
+    pub(super) up: LentStream,
+    pub(super) down: LentStream,
 }
 
 /// How long the caller's stream waited for layers.
 #[derive(Default)]
 pub(super) struct Watch {
     idle: Vec<Stopwatch>,
-    running: Vec<Stopwatch>,
+    running: VecDeque<Stopwatch>,
     total: f64,
 }
 
@@ -134,7 +135,8 @@ pub struct OffloadStats {
     pub up_bytes: u64,
     /// Bytes brought home.
     pub down_bytes: u64,
-    /// How long the callers' streams have waited for layers, as far as that is known by now; with [`OffloaderBuilder::timed`].
+    /// How long the callers' streams have waited for layers, as far as that is known by now; with [`OffloaderBuilder::timed`]. Where more than 64 uses are
+    /// submitted ahead of the device, those beyond are not timed.
     pub stalled: Option<Duration>,
 }
 
@@ -190,7 +192,8 @@ impl Offloader {
     /// A layer, for work on `stream`, and the copies of those that follow in the order.
     ///
     /// # Ordering
-    /// Does not block, unless the layer's host memory is not page-locked. Guards of the layer's tensors come after its copy; copies to its slot come after what is submitted
+    /// Does not block, unless host memory of this layer or of those that follow is not page-locked, or a guard of a layer was lent to another stream than its own
+    /// (the context is waited for then, as wherever that is done). Guards of the layer's tensors come after its copy; copies to its slot come after what is submitted
     /// while they live.
     ///
     /// # Errors
@@ -337,6 +340,10 @@ impl Watch {
     fn time(&mut self, device: &Device, room: &Room, stream: &Arc<CudaStream>) -> Result<()> {
         if self.idle.is_empty() && self.running.len() >= WATCHES {
             self.read();
+            if self.idle.is_empty() {
+                // So far ahead of the device, the stream is given no more of them: their number is bounded.
+                return Ok(());
+            }
         }
         let watch = self.idle.pop().map_or_else(|| Stopwatch::new(device.context()), Ok)?;
         let _bound = device.context().to_submit()?;
@@ -345,20 +352,15 @@ impl Watch {
         watch.start(&queue)?;
         room.order(stream)?;
         watch.stop(&queue)?;
-        self.running.push(watch);
+        self.running.push_back(watch);
         Ok(())
     }
 
     /// Adds up what is over.
     fn read(&mut self) {
-        for watch in std::mem::take(&mut self.running) {
-            match watch.seconds() {
-                Ok(seconds) => {
-                    self.total += seconds;
-                    self.idle.push(watch);
-                }
-                Err(_) => self.running.push(watch),
-            }
+        while let Some(seconds) = self.running.front().and_then(|watch| watch.seconds().ok()) {
+            self.total += seconds;
+            self.idle.extend(self.running.pop_front());
         }
     }
 }

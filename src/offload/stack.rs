@@ -6,12 +6,12 @@ use std::fmt;
 use cudarc::driver::CudaSlice;
 
 use crate::device::Device;
-use crate::driver::Stream;
+use crate::driver::{LentStream, Stream};
 use crate::element::{DType, Element};
 use crate::error::{Error, Kind, Refused, Result};
 use crate::layout::Shape;
 use crate::platform::MemoryModel;
-use crate::tensor::TransferTensor;
+use crate::tensor::{OffloadTensor, TransferTensor};
 use crate::trace;
 
 /// Activations, last in, first out: those that will be used next are on the device, the others on the host.
@@ -43,8 +43,8 @@ use crate::trace;
 /// Dropping or forgetting it is fine: memory stays until the copies have run.
 pub struct ActivationStack {
     device: Device,
-    up: Stream,
-    down: Stream,
+    up: LentStream,
+    down: LentStream,
     depth: usize,
     /// The host's memory is another than the device's.
     moves: bool,
@@ -71,6 +71,7 @@ trait Entry: Any + Send {
     fn come_back(&mut self, lane: &Stream) -> Result<u64>;
     fn dtype(&self) -> DType;
     fn into_any(self: Box<Self>) -> Box<dyn Any>;
+    fn into_tensor(self: Box<Self>) -> OffloadTensor;
 }
 
 impl<T: Element> Entry for TransferTensor<T> {
@@ -89,6 +90,10 @@ impl<T: Element> Entry for TransferTensor<T> {
     fn into_any(self: Box<Self>) -> Box<dyn Any> {
         self
     }
+
+    fn into_tensor(self: Box<Self>) -> OffloadTensor {
+        (*self).into()
+    }
 }
 
 impl ActivationStack {
@@ -98,7 +103,7 @@ impl ActivationStack {
     /// The driver makes no stream.
     pub fn new(device: &Device, depth: usize) -> Result<Self> {
         let context = device.context();
-        let (up, down) = (context.fresh_stream(c"activations-in")?, context.fresh_stream(c"activations-out")?);
+        let (up, down) = (context.lend_stream(c"activations-in")?, context.lend_stream(c"activations-out")?);
         let moves = !matches!(device.platform().model(), MemoryModel::Unified | MemoryModel::UnifiedMapped);
         let (device, depth) = (device.clone(), depth.max(1));
         Ok(Self { device, up, down, depth, moves, entries: Vec::new(), stats: ActivationStats::default() })
@@ -122,12 +127,12 @@ impl ActivationStack {
     /// Puts a tensor on top; the one that now lies below `depth` others goes to the host.
     ///
     /// # Ordering
-    /// Does not block, where page-locked memory is to be had. The copy comes after what uses the tensor on its streams now.
+    /// Does not block, unless the one that goes has ordinary host memory, or no page-locked memory is to be had. The copy comes after what uses the tensor on its streams now.
     ///
     /// # Errors
-    /// The one below can not go: there is no host memory, the device faulted, or the driver refused a copy. It stays where it is, and the new one comes back.
+    /// The tensor has no device, or that of another context; or the one below can not go: there is no host memory, the device faulted, or the driver refused a copy. It stays where it is, and the new one comes back.
     pub fn push<T: Element>(&mut self, tensor: TransferTensor<T>) -> Result<(), Refused<TransferTensor<T>>> {
-        if let Err(error) = self.make_room() {
+        if let Err(error) = self.check(tensor.device_handle()).and_then(|()| self.make_room()) {
             return Err(Refused { error, value: tensor });
         }
         self.entries.push(Box::new(tensor));
@@ -145,6 +150,17 @@ impl ActivationStack {
         let shape = Shape::from(slice.len());
         self.entries.push(Box::new(self.device.tensor().from_cuda_slice(slice, shape)?));
         Ok(())
+    }
+
+    fn check(&self, device: Option<&Device>) -> Result<()> {
+        const OPERATION: &str = "a stack of activations";
+        match device {
+            None => Err(Error::new(Kind::HostOnly { operation: OPERATION })),
+            Some(device) if device.context().cuda().cu_ctx() != self.device.context().cuda().cu_ctx() => {
+                Err(Error::new(Kind::WrongContext { operation: OPERATION }))
+            }
+            Some(_) => Ok(()),
+        }
     }
 
     /// Sends out the one that will lie below `depth` others.
@@ -180,6 +196,13 @@ impl ActivationStack {
             self.stats.back_bytes += below.come_back(&self.up).unwrap_or(0);
         }
         Ok(top.map(|top| *top))
+    }
+}
+
+impl ActivationStack {
+    /// All tensors, the one on top last, wherever they are now: nothing is copied.
+    pub fn into_tensors(self) -> Vec<OffloadTensor> {
+        self.entries.into_iter().map(Entry::into_tensor).collect()
     }
 }
 

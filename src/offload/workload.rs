@@ -184,11 +184,10 @@ impl Workload {
         for layer in &self.layers {
             positive("seconds of a layer", layer.seconds)?;
         }
-        let (bytes, seconds) = self.layers.iter().fold((0u64, 0.0), |(bytes, seconds), layer| {
-            (bytes.saturating_add(layer.weights), seconds + layer.seconds)
-        });
-        if bytes > self.weights {
-            let all = self.weights;
+        let seconds: f64 = self.layers.iter().map(|layer| layer.seconds).sum();
+        let bytes = self.layers.iter().try_fold(0u64, |sum, layer| sum.checked_add(layer.weights));
+        if bytes.is_none_or(|bytes| bytes > self.weights) {
+            let (bytes, all) = (bytes.map_or("too many".into(), |bytes| bytes.to_string()), self.weights);
             return no("layers", format!("their {bytes} bytes are more than the {all} bytes of weights"));
         }
         if seconds > self.seconds * 1.01 {

@@ -347,17 +347,20 @@ pub(super) fn kept<O: Any + Send>(registration: Option<Registration>, owner: O) 
 /// An `Arc` that is only kept.
 pub(super) struct Keep<O: ?Sized>(#[allow(dead_code)] pub(super) Arc<O>);
 
-/// The device's side of a tensor again, from a slice that was taken out of one.
-pub(super) fn slice_region<T: Element>(device: &Device, slice: CudaSlice<T>, used_by: &Stream) -> Result<Region> {
-    let stream = Stream::of_caller(slice.stream());
-    let _bound = device.context().enter()?;
-    let (address, bytes) = (slice_address(device.context(), &slice, &stream)?, slice.num_bytes());
-    let owner = Owner::Device { slice: Box::new(slice), stream, shared: false };
+/// The device's side of a tensor again, from a slice that was taken out of one, with its address and its stream.
+pub(super) fn slice_region<T: Element>(
+    device: &Device,
+    slice: CudaSlice<T>,
+    (address, own): (u64, Stream),
+    used_by: &Stream,
+) -> Region {
+    let bytes = slice.num_bytes();
+    let owner = Owner::Device { slice: Box::new(slice), stream: own, shared: false };
     // SAFETY: the slice owns `bytes` bytes at its address.
     let region = unsafe { Region::new(None, Some(address), bytes, Backing::Device, Some(device.clone()), owner) };
     // Left open: who comes next waits for the whole stream.
     let _ = region.open(used_by, &(0..bytes), true);
-    Ok(region)
+    region
 }
 
 fn device_store<T: Element>(

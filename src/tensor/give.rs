@@ -114,14 +114,19 @@ impl<T: Element> TransferTensor<T> {
                 return refuse("its device memory is in use", self);
             }
         };
+        // The stream, which may be ours, is kept until the slice is the caller's.
+        let (Ok(address), Some(own)) = (region.device(), region.stream()) else {
+            self.store.with_state(|state| state.device = Some(Arc::new(region)));
+            return refuse("its device memory has no stream", self);
+        };
         match (region.reclaim::<CudaSlice<T>>(), self.store.device_handle()) {
             (Ok(slice), Some(device)) => {
                 let context = device.context();
                 let mut slice = match rehome_slice(context, slice, stream) {
                     Ok(slice) => slice,
                     Err((error, slice)) => {
-                        let region = slice_region(device, slice, stream).map(Arc::new);
-                        self.store.with_state(|state| state.device = region.ok());
+                        let region = slice_region(device, slice, (address, own), stream);
+                        self.store.with_state(|state| state.device = Some(Arc::new(region)));
                         return Err(Refused { error, value: self });
                     }
                 };

@@ -6,7 +6,7 @@ use cudarc::driver::CudaSlice;
 
 use super::TransferTensor;
 use super::region::Region;
-use crate::driver::memory::free_behind;
+use crate::driver::memory::{free_behind, free_slice};
 use crate::driver::{Stream, Way};
 use crate::element::Element;
 use crate::error::Result;
@@ -19,6 +19,8 @@ impl<T: Element> TransferTensor<T> {
             return Ok(0);
         }
         let all = 0..self.store.bytes();
+        // Also where nothing has to be copied: a forked child is told.
+        let _bound = self.store.need_device("offloading")?.context().to_submit()?;
         self.store.on_host_by(&all, false, Some(lane))?;
         let left = self.store.with_state(|state| {
             state.device_current.remove(&all);
@@ -53,8 +55,15 @@ fn free_on<T: Element>(region: Arc<Region>, lane: &Stream) {
     let Some(device) = region.on().cloned() else { return };
     // Who looks at it still frees it, as does a slice that others have too.
     let Some(region) = Arc::into_inner(region) else { return };
-    let pending = region.uses();
-    if let Ok(slice) = region.reclaim::<CudaSlice<T>>() {
-        free_behind(device.context(), device.waiter(), slice, pending, lane);
+    let (pending, stream) = (region.uses(), region.stream());
+    match (region.reclaim::<CudaSlice<T>>(), stream) {
+        (Ok(slice), Some(stream)) => free_behind(device.context(), device.waiter(), (slice, stream), pending, lane),
+        (Ok(slice), None) => free_slice(device.context(), slice),
+        // Others may have it too, or know it by another type.
+        (Err(region), _) => {
+            if let Some(region) = Arc::into_inner(region) {
+                region.free_by_waiter();
+            }
+        }
     }
 }

@@ -236,6 +236,15 @@ impl Region {
         }
     }
 
+    /// Leaves freeing device memory to the waiter, when all uses have passed, so that its stream need not wait for them.
+    pub(crate) fn free_by_waiter(mut self) {
+        let pending = self.track.get_mut().all();
+        match (self.owner.take(), self.on.clone()) {
+            (Some(Owner::Device { slice, stream, .. }), Some(device)) => retire_later(&device, slice, stream, pending),
+            (owner, _) => self.owner = owner,
+        }
+    }
+
     /// Takes the owner out, if it is a `T`. The caller has waited for everything.
     pub(crate) fn reclaim<T: 'static>(mut self) -> Result<T, Arc<Self>> {
         type Wrap = fn(Box<dyn Any + Send>) -> Owner;
@@ -305,18 +314,20 @@ fn retire(device: &Device, owner: Owner, pending: Vec<Pending>) {
             let in_order = free_in_order(device, &stream, shared, &pending);
             match in_order {
                 Ok(()) => drop_bound(context, stream.cuda().context(), slice),
-                Err(_) => {
-                    let mut pending = pending;
-                    let cuda = stream.cuda().context().clone();
-                    if !stream.is_per_thread() {
-                        pending.push(Pending::Capture(stream.clone()));
-                    }
-                    // The stream stays as long: it may be ours, and the slice is freed on it.
-                    free_later(context, cuda, device.waiter(), Box::new((slice, stream)), pending);
-                }
+                Err(_) => retire_later(device, slice, stream, pending),
             }
         }
     }
+}
+
+/// Frees device memory when all of `pending` has passed and its stream is not captured.
+fn retire_later(device: &Device, slice: Box<dyn Any + Send>, stream: Stream, mut pending: Vec<Pending>) {
+    let cuda = stream.cuda().context().clone();
+    if !stream.is_per_thread() {
+        pending.push(Pending::Capture(stream.clone()));
+    }
+    // The stream stays as long: it may be ours, and the slice is freed on it.
+    free_later(device.context(), cuda, device.waiter(), Box::new((slice, stream)), pending);
 }
 
 /// Lets the stream on which a slice is freed wait for its uses, so that the free can be submitted at once.
