@@ -115,7 +115,7 @@ impl DeviceBuilder<'_> {
         let memory = platform.memory_in(cuda);
         let (context, waiter) = (Context::new(cuda.clone()), Arc::new(Waiter::new()));
         let placement = placement(&platform);
-        let one_memory = matches!(platform.model(), MemoryModel::Unified | MemoryModel::UnifiedMapped);
+        let one_memory = platform.model().is_one_memory();
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let pool = PinnedPool::new(&context, &waiter, placement, memory.host_available, one_memory, self.pool)?;
         let staging = Staging::new(&context, &pool);

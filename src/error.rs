@@ -114,6 +114,12 @@ impl Error {
         Self::new(Kind::Overflow { what: what.into() })
     }
 
+    /// There is no number `index` among `len` of these.
+    #[cold]
+    pub(crate) fn absent(index: usize, len: usize, unit: &'static str) -> Self {
+        Self::new(Kind::Range { start: index, end: index.saturating_add(1), len, unit })
+    }
+
     /// A lack of memory, told of the bytes that were asked for rather than of the larger block for them.
     pub(crate) fn of_request(self, request: u64) -> Self {
         match &*self.kind {

@@ -12,7 +12,6 @@ use super::context::{Context, cudarc_error};
 use super::event::Event;
 use super::pending::Pending;
 use super::stream::Stream;
-use crate::complete::{Waiter, free_later};
 use crate::element::Element;
 use crate::error::{Error, Kind, Result};
 
@@ -276,14 +275,15 @@ pub(crate) fn free_slice<T>(context: &Arc<Context>, slice: CudaSlice<T>) {
     drop_bound(context, &cuda, slice);
 }
 
-/// Frees a slice, whose own stream is given with it, on `lane` instead, behind `pending`; on the waiter's thread where the lane can not wait for those.
-pub(crate) fn free_behind<T: Element>(
+/// Frees a slice on `lane`, behind `pending`, rather than on its own stream. It comes back where the lane can not wait for those, or its own
+/// stream is being captured.
+pub(crate) fn free_slice_on<T>(
     context: &Arc<Context>,
-    waiter: &Waiter,
-    (slice, own): (CudaSlice<T>, Stream),
-    mut pending: Vec<Pending>,
+    slice: CudaSlice<T>,
+    own: &Stream,
+    pending: &[Pending],
     lane: &Stream,
-) {
+) -> Result<(), CudaSlice<T>> {
     let in_order = || {
         if !context.cuda().has_async_alloc() {
             return Err(Error::unsupported("freeing in the order of a stream", "the device has no memory pools"));
@@ -291,40 +291,38 @@ pub(crate) fn free_behind<T: Element>(
         let bound = context.to_submit()?;
         // cudarc lets the slice's own stream wait for the uses that it knows of when it gives up the slice.
         Stream::of_caller(own.cuda()).check_not_capturing("freeing device memory")?;
-        for pending in &pending {
-            match pending {
-                Pending::Event(event) => lane.wait_for(event)?,
-                Pending::Stream(open) if open.reachable() => {
-                    open.check_not_capturing("freeing device memory")?;
-                    lane.wait_for(&Event::record(context, open)?)?;
-                }
-                _ => return Err(Error::unsupported("freeing in the order of a stream", "its uses can not be named")),
-            }
-        }
-        Ok(bound)
+        wait_behind(context, lane, pending).map(|()| bound)
     };
-    let in_order = in_order();
+    let Ok(_bound) = in_order() else { return Err(slice) };
     let cuda = slice.context().clone();
-    match in_order {
-        Ok(_bound) => {
-            let mut address = 0;
-            let given = context.unparked(&cuda, "cuStreamWaitEvent", || address = slice.leak());
-            count_failure(context, &given);
-            // SAFETY: the slice's memory, from a pool, which nobody has any more; its uses come before this.
-            let freed = check("cuMemFreeAsync", unsafe { sys::cuMemFreeAsync(address, lane.handle()) });
-            if freed.is_err() {
-                context.count_leak();
+    let mut address = 0;
+    let given = context.unparked(&cuda, "cuStreamWaitEvent", || address = slice.leak());
+    count_failure(context, &given);
+    // SAFETY: the slice's memory, from a pool, which nobody has any more; its uses come before this.
+    let freed = check("cuMemFreeAsync", unsafe { sys::cuMemFreeAsync(address, lane.handle()) });
+    if freed.is_err() {
+        context.count_leak();
+    }
+    count_failure(context, &freed);
+    Ok(())
+}
+
+/// Makes `stream` wait for uses. The context is current.
+///
+/// # Errors
+/// They can not be named from here, or the driver refused.
+pub(crate) fn wait_behind(context: &Arc<Context>, stream: &Stream, pending: &[Pending]) -> Result<()> {
+    for pending in pending {
+        match pending {
+            Pending::Event(event) => stream.wait_for(event)?,
+            Pending::Stream(open) if open.reachable() => {
+                open.check_not_capturing("freeing device memory")?;
+                stream.wait_for(&Event::record(context, open)?)?;
             }
-            count_failure(context, &freed);
-        }
-        Err(_) => {
-            if !own.is_per_thread() {
-                pending.push(Pending::Capture(own.clone()));
-            }
-            // The stream stays as long: it may be ours, and the slice is freed on it.
-            free_later(context, cuda, waiter, Box::new((slice, own)), pending);
+            _ => return Err(Error::unsupported("freeing in the order of a stream", "its uses can not be named")),
         }
     }
+    Ok(())
 }
 
 /// Lets a stream wait for the default streams of all threads: the legacy stream waits for those.

@@ -6,7 +6,7 @@ use std::fmt;
 use super::choose::Share;
 use super::layer::OffloadLayer;
 use super::link::pinned_budget;
-use super::offloader::{Lanes, Offloader, Slot, Watch};
+use super::offloader::{Lanes, Offloader, Places, Slot, Watch};
 use super::ring::{LayerOrder, Ring};
 use crate::device::Device;
 use crate::error::{Error, Kind, Refused, Result};
@@ -68,7 +68,7 @@ pub struct OffloadReport {
 }
 
 pub(super) struct Prepared {
-    pub(super) places: Vec<Vec<Option<Place>>>,
+    pub(super) places: Vec<Places>,
     pub(super) ring: Ring,
     pub(super) slots: Vec<Slot>,
     pub(super) lanes: Option<Lanes>,
@@ -159,7 +159,7 @@ impl<'d> OffloaderBuilder<'d> {
     /// Whether a tensor can be moved.
     fn moves(&self, tensor: &OffloadTensor) -> Result<bool> {
         let platform = self.device.platform();
-        let one_memory = matches!(platform.model(), MemoryModel::Unified | MemoryModel::UnifiedMapped);
+        let one_memory = platform.model().is_one_memory();
         if one_memory || tensor.bytes() == 0 || tensor.bytes() < self.small {
             return Ok(false);
         }
@@ -180,8 +180,7 @@ impl<'d> OffloaderBuilder<'d> {
         }
         let order = self.order.list(layers.len());
         if let Some(&layer) = order.iter().find(|&&layer| layer >= layers.len()) {
-            let (start, end, len) = (layer, layer.saturating_add(1), layers.len());
-            return Err(Error::new(Kind::Range { start, end, len, unit: "layers" }));
+            return Err(Error::absent(layer, layers.len(), "layers"));
         }
         let can: Vec<Vec<bool>> = (layers.iter())
             .map(|layer| layer.tensors.iter().map(|tensor| self.moves(tensor)).collect::<Result<_>>())
@@ -218,11 +217,13 @@ impl<'d> OffloaderBuilder<'d> {
                 Some(place)
             };
             let of = |(index, tensor)| if goes(number, index) { place(tensor) } else { None };
-            places.push(layer.tensors.iter().enumerate().map(of).collect::<Vec<_>>());
+            let of_tensors: Vec<_> = layer.tensors.iter().enumerate().map(of).collect();
+            let copied = seen.into_iter().map(|(_, place)| place).collect();
+            places.push(Places { of_tensors, copied });
             slot_bytes = slot_bytes.max(end);
         }
 
-        let moves: Vec<bool> = places.iter().map(|places| places.iter().any(Option::is_some)).collect();
+        let moves: Vec<bool> = places.iter().map(|places| !places.copied.is_empty()).collect();
         report.layers = (0..layers.len()).filter(|&layer| moves[layer]).collect();
         let count = self.slots(report.layers.len(), slot_bytes);
         let mut lanes = None;
@@ -250,7 +251,7 @@ impl<'d> OffloaderBuilder<'d> {
             }
         }
         (report.slots, report.slot_bytes) = (count, slot_bytes as u64);
-        self.explain(layers, goes, &mut report);
+        self.explain(layers, goes, &stay, &mut report);
         let watch = self.timed.then(Watch::default);
         Ok(Prepared { places, ring: Ring::new(order, moves, count), slots, lanes, report, watch })
     }
@@ -292,24 +293,26 @@ impl<'d> OffloaderBuilder<'d> {
         self.depth.unwrap_or_else(planned).min(layers)
     }
 
-    fn explain(&self, layers: &[OffloadLayer], goes: impl Fn(usize, usize) -> bool, report: &mut OffloadReport) {
-        let numbered = layers.iter().enumerate().flat_map(|(number, layer)| {
-            layer.tensors.iter().enumerate().map(move |(index, tensor)| (number, index, tensor))
-        });
-        let (gone, stays): (Vec<_>, Vec<_>) = numbered.partition(|&(number, index, _)| goes(number, index));
-        let stays: HashSet<usize> = stays.iter().map(|(_, _, tensor)| tensor.memory()).collect();
-        // What both sides saw was not on the device before.
-        let own = gone.iter().map(|(_, _, tensor)| tensor).filter(|tensor| !tensor.is_in_place());
-        let memories: HashMap<usize, u64> = own.map(|tensor| (tensor.memory(), tensor.memory_bytes() as u64)).collect();
-        // What a layer that stays shares with one that goes is on the device all the same.
-        let part = |both: bool| {
-            memories.iter().filter({
-                let stays = &stays;
-                move |(memory, _)| stays.contains(*memory) == both
-            })
-        };
-        let shared: u64 = part(true).map(|(_, bytes)| bytes).sum();
-        let gone: u64 = part(false).map(|(_, bytes)| bytes).sum();
+    /// `stay`: the memories in which tensors stay.
+    fn explain(
+        &self,
+        layers: &[OffloadLayer],
+        goes: impl Fn(usize, usize) -> bool,
+        stay: &HashSet<usize>,
+        report: &mut OffloadReport,
+    ) {
+        let (mut seen, mut gone, mut shared) = (HashSet::new(), 0, 0);
+        for (number, layer) in layers.iter().enumerate() {
+            for (_, tensor) in layer.tensors.iter().enumerate().filter(|(index, _)| goes(number, *index)) {
+                // What both sides saw was not on the device before.
+                if tensor.is_in_place() || !seen.insert(tensor.memory()) {
+                    continue;
+                }
+                // What a layer that stays shares with one that goes is on the device all the same.
+                let sum = if stay.contains(&tensor.memory()) { &mut shared } else { &mut gone };
+                *sum += tensor.memory_bytes() as u64;
+            }
+        }
         let slots = report.slots as u64 * report.slot_bytes;
         report.saved_bytes = gone.saturating_sub(slots);
         let mut say = |reason: String| report.reasons.push(reason);

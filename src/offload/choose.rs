@@ -19,10 +19,7 @@ impl Share {
             Share::Layers(list) => {
                 let mut chosen = vec![false; bytes.len()];
                 for &layer in list {
-                    let (start, end, len) = (layer, layer.saturating_add(1), bytes.len());
-                    *chosen
-                        .get_mut(layer)
-                        .ok_or_else(|| Error::new(Kind::Range { start, end, len, unit: "layers" }))? = true;
+                    *chosen.get_mut(layer).ok_or_else(|| Error::absent(layer, bytes.len(), "layers"))? = true;
                 }
                 return Ok(chosen);
             }

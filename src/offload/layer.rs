@@ -7,7 +7,7 @@ use std::sync::Arc;
 use cudarc::driver::CudaStream;
 
 use crate::element::{DType, Element};
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, Result};
 use crate::layout::Shape;
 use crate::tensor::{DeviceMut, DeviceRef, OffloadTensor, Room};
 
@@ -83,7 +83,7 @@ impl<'a> ActiveLayer<'a> {
     }
 
     fn get(&self, tensor: usize) -> Result<&ActiveTensor<'a>> {
-        self.tensors.get(tensor).ok_or_else(|| absent(tensor, self.tensors.len()))
+        self.tensors.get(tensor).ok_or_else(|| Error::absent(tensor, self.tensors.len(), "tensors"))
     }
 
     /// A tensor, for work on the stream to read. See [`DeviceRef`] for the ordering.
@@ -100,13 +100,8 @@ impl<'a> ActiveLayer<'a> {
     /// As [`device`](Self::device); the tensor is shared, or may only be read.
     pub fn device_mut<T: Element>(&mut self, tensor: usize) -> Result<DeviceMut<'_, T>> {
         let tensors = self.tensors.len();
-        self.tensors.get_mut(tensor).ok_or_else(|| absent(tensor, tensors))?.device_mut()
+        self.tensors.get_mut(tensor).ok_or_else(|| Error::absent(tensor, tensors, "tensors"))?.device_mut()
     }
-}
-
-#[cold]
-fn absent(tensor: usize, len: usize) -> Error {
-    Error::new(Kind::Range { start: tensor, end: tensor.saturating_add(1), len, unit: "tensors" })
 }
 
 impl ActiveTensor<'_> {

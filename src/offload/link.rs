@@ -1,6 +1,6 @@
 //! What carries the bytes, and how much host memory may hold them.
 
-use crate::platform::{MemoryModel, Platform};
+use crate::platform::Platform;
 
 use super::workload::Workload;
 
@@ -57,7 +57,7 @@ impl OffloadLink {
             both_gbs,
             memory_gbs: figures.device_memory.gbs,
             device_bytes: workload.device_bytes.unwrap_or(all - all / RESERVE).min(all),
-            one_memory: matches!(platform.model(), MemoryModel::Unified | MemoryModel::UnifiedMapped),
+            one_memory: platform.model().is_one_memory(),
             notes,
             cut,
         }

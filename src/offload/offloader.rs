@@ -90,10 +90,17 @@ pub struct Offloader {
     watch: Option<Watch>,
 }
 
-pub(super) struct Layer {
-    pub(super) tensors: Vec<OffloadTensor>,
-    /// Where each is in a slot, for those that move.
-    pub(super) places: Vec<Option<Place>>,
+struct Layer {
+    tensors: Vec<OffloadTensor>,
+    places: Places,
+}
+
+/// Where a layer's tensors are in a slot.
+pub(super) struct Places {
+    /// Of each, if it moves.
+    pub(super) of_tensors: Vec<Option<Place>>,
+    /// Each once: what has to be copied.
+    pub(super) copied: Vec<Place>,
 }
 
 pub(super) struct Slot {
@@ -201,8 +208,7 @@ impl Offloader {
     /// lost then, and it may be asked for again.
     pub fn layer(&mut self, number: usize, stream: &Arc<CudaStream>) -> Result<ActiveLayer<'_>> {
         if number >= self.layers.len() {
-            let (start, end, len) = (number, number.saturating_add(1), self.layers.len());
-            return Err(Error::new(Kind::Range { start, end, len, unit: "layers" }));
+            return Err(Error::absent(number, self.layers.len(), "layers"));
         }
         if !self.device.owns(stream) {
             return Err(Error::new(Kind::WrongContext { operation: "a layer" }));
@@ -238,7 +244,7 @@ impl Offloader {
             Some(Slot { room, written, .. }) => (Some(&*room), written.iter_mut()),
             None => (None, [].iter_mut()),
         };
-        let tensors = tensors.iter().zip(places).map(|(tensor, place)| {
+        let tensors = tensors.iter().zip(&places.of_tensors).map(|(tensor, place)| {
             let at = match (place, room, written.next()) {
                 (Some(Place { range, .. }), Some(room), Some(written)) => At::Slot { room, range, written },
                 _ => At::Own,
@@ -266,18 +272,15 @@ impl Offloader {
         else {
             return Err(none());
         };
-        let mut places: Vec<Place> = Vec::new();
-        for place in layer.places.iter().flatten() {
-            if !places.iter().any(|known| known.range == place.range) {
-                places.push(place.clone());
-            }
-        }
+        let places = &layer.places.copied;
         let bytes: usize = places.iter().map(|place| place.range.len()).sum();
         let _range = trace::range(c"offload load", bytes);
         self.ring.put(index, None);
-        slot.room.fill(&places, &lanes.up)?;
+        slot.room.fill(places, &lanes.up)?;
         self.ring.put(index, Some(number));
-        (slot.written, slot.fresh) = (vec![false; layer.places.len()], true);
+        slot.fresh = true;
+        slot.written.clear();
+        slot.written.resize(layer.places.of_tensors.len(), false);
         self.stats.up_bytes += bytes as u64;
         Ok(index)
     }
@@ -289,7 +292,7 @@ impl Offloader {
         else {
             return Ok(());
         };
-        for (written, place) in slot.written.iter_mut().zip(&layer.places) {
+        for (written, place) in slot.written.iter_mut().zip(&layer.places.of_tensors) {
             if let (true, Some(place)) = (*written, place) {
                 let _range = trace::range(c"offload save", place.range.len());
                 slot.room.save(place, &lanes.down)?;
@@ -319,7 +322,7 @@ impl Offloader {
         for slot in 0..self.slots.len() {
             self.save(slot)?;
         }
-        let homes = self.layers.iter().flat_map(|layer| &layer.places).flatten();
+        let homes = self.layers.iter().flat_map(|layer| &layer.places.copied);
         homes.map(|place| &place.home).try_for_each(Home::wait)
     }
 

@@ -10,7 +10,6 @@ use crate::driver::{LentStream, Stream};
 use crate::element::{DType, Element};
 use crate::error::{Error, Kind, Refused, Result};
 use crate::layout::Shape;
-use crate::platform::MemoryModel;
 use crate::tensor::{OffloadTensor, TransferTensor};
 use crate::trace;
 
@@ -104,7 +103,7 @@ impl ActivationStack {
     pub fn new(device: &Device, depth: usize) -> Result<Self> {
         let context = device.context();
         let (up, down) = (context.lend_stream(c"activations-in")?, context.lend_stream(c"activations-out")?);
-        let moves = !matches!(device.platform().model(), MemoryModel::Unified | MemoryModel::UnifiedMapped);
+        let moves = !device.platform().model().is_one_memory();
         let (device, depth) = (device.clone(), depth.max(1));
         Ok(Self { device, up, down, depth, moves, entries: Vec::new(), stats: ActivationStats::default() })
     }

@@ -2,12 +2,8 @@
 
 use std::sync::Arc;
 
-use cudarc::driver::CudaSlice;
-
 use super::TransferTensor;
-use super::region::Region;
-use crate::driver::memory::{free_behind, free_slice};
-use crate::driver::{Stream, Way};
+use crate::driver::Stream;
 use crate::element::Element;
 use crate::error::Result;
 
@@ -28,7 +24,11 @@ impl<T: Element> TransferTensor<T> {
         });
         Ok(left.map_or(0, |region| {
             let bytes = region.bytes() as u64;
-            free_on::<T>(region, lane);
+            // On its own stream, which is the one that computes, the free would make all work that follows wait for the copy. Who looks at it still
+            // frees it himself.
+            if let Some(region) = Arc::into_inner(region) {
+                region.free_on::<T>(lane);
+            }
             bytes
         }))
     }
@@ -40,30 +40,7 @@ impl<T: Element> TransferTensor<T> {
         if all.is_empty() {
             return Ok(0);
         }
-        let device = self.store.need_device("offloading")?;
-        let _bound = device.context().to_submit()?;
-        let (_, mut submitted) = self.store.on_device(&all, false, lane)?;
-        let event = device.behind_copy(lane, Way::Up, submitted.in_flight())?;
-        submitted.close(&Arc::new(event));
+        self.store.bring(&all, lane)?;
         Ok(self.store.copied().0 - before)
-    }
-}
-
-/// Frees device memory behind its uses on `lane`: on its own stream, which is the one that computes, the free would make all work that follows
-/// wait for the copy.
-fn free_on<T: Element>(region: Arc<Region>, lane: &Stream) {
-    let Some(device) = region.on().cloned() else { return };
-    // Who looks at it still frees it, as does a slice that others have too.
-    let Some(region) = Arc::into_inner(region) else { return };
-    let (pending, stream) = (region.uses(), region.stream());
-    match (region.reclaim::<CudaSlice<T>>(), stream) {
-        (Ok(slice), Some(stream)) => free_behind(device.context(), device.waiter(), (slice, stream), pending, lane),
-        (Ok(slice), None) => free_slice(device.context(), slice),
-        // Others may have it too, or know it by another type.
-        (Err(region), _) => {
-            if let Some(region) = Arc::into_inner(region) {
-                region.free_by_waiter();
-            }
-        }
     }
 }

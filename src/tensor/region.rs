@@ -6,13 +6,15 @@ use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
+use cudarc::driver::CudaSlice;
 use parking_lot::Mutex;
 
 use super::track::{Conflict, Track, UseId};
 use crate::complete::free_later;
 use crate::device::Device;
-use crate::driver::memory::drop_bound;
+use crate::driver::memory::{drop_bound, free_slice_on, wait_behind};
 use crate::driver::{Event, Pending, Stream};
+use crate::element::Element;
 use crate::error::{Error, Result};
 use crate::plan::Backing;
 
@@ -172,11 +174,6 @@ impl Region {
         self.track.lock().conflicts(range, write).into_iter().map(|conflict| conflict.pending).collect()
     }
 
-    /// All that may still run on it.
-    pub(crate) fn uses(&self) -> Vec<Pending> {
-        self.track.lock().all()
-    }
-
     /// Notes a device access that starts now.
     pub(crate) fn open(&self, stream: &Stream, range: &Range<usize>, write: bool) -> UseId {
         self.track.lock().open(stream.clone(), range.clone(), write)
@@ -236,12 +233,22 @@ impl Region {
         }
     }
 
-    /// Leaves freeing device memory to the waiter, when all uses have passed, so that its stream need not wait for them.
-    pub(crate) fn free_by_waiter(mut self) {
+    /// Frees device memory of `T`s behind its uses on `lane`, rather than on its own stream, which would wait for them; by the waiter where the lane
+    /// can not name them, or the memory is not this region's alone.
+    pub(crate) fn free_on<T: Element>(mut self, lane: &Stream) {
         let pending = self.track.get_mut().all();
-        match (self.owner.take(), self.on.clone()) {
-            (Some(Owner::Device { slice, stream, .. }), Some(device)) => retire_later(&device, slice, stream, pending),
-            (owner, _) => self.owner = owner,
+        let (slice, stream, device) = match (self.owner.take(), self.on.clone()) {
+            (Some(Owner::Device { slice, stream, .. }), Some(device)) => (slice, stream, device),
+            (owner, _) => return self.owner = owner,
+        };
+        let kept = match slice.downcast::<CudaSlice<T>>() {
+            Ok(slice) => {
+                free_slice_on(device.context(), *slice, &stream, &pending, lane).map_err(|slice| Box::new(slice) as _)
+            }
+            Err(slice) => Err(slice),
+        };
+        if let Err(slice) = kept {
+            retire_later(&device, slice, stream, pending);
         }
     }
 
@@ -345,17 +352,7 @@ fn free_in_order(device: &Device, stream: &Stream, shared: bool, pending: &[Pend
     // The handle as *this* thread sees it: that is where cudarc will free.
     let stream = Stream::of_caller(stream.cuda());
     stream.check_not_capturing("freeing device memory")?;
-    for pending in pending {
-        match pending {
-            Pending::Event(event) => stream.wait_for(event)?,
-            Pending::Stream(open) if open.reachable() => {
-                open.check_not_capturing("freeing device memory")?;
-                stream.wait_for(&Event::record(context, open)?)?;
-            }
-            _ => return Err(Error::unsupported("freeing in the order of a stream", "its uses can not be named")),
-        }
-    }
-    Ok(())
+    wait_behind(context, &stream, pending)
 }
 
 /// Whether all has run, as far as can be asked without blocking.

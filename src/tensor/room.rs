@@ -135,12 +135,7 @@ impl OffloadTensor {
             return Ok(());
         }
         let device = self.device()?;
-        let _bound = device.context().to_submit()?;
-        let stream = device.context().copy_stream(Way::Up)?;
-        let (_, mut submitted) = self.store.on_device(&self.window.range, false, &stream)?;
-        let event = device.behind_copy(&stream, Way::Up, submitted.in_flight())?;
-        submitted.close(&Arc::new(event));
-        Ok(())
+        self.store.bring(&self.window.range, &device.context().copy_stream(Way::Up)?).map(drop)
     }
 
     /// To read it where it is.

@@ -21,7 +21,6 @@ use crate::element::DType;
 use crate::element::Element;
 use crate::error::{Error, Kind, Result};
 use crate::plan::{Backing, Decision, Strategy};
-use crate::platform::MemoryModel;
 use crate::pool::PinnedBuffer;
 use crate::ranges::RangeSet;
 use crate::trace;
@@ -278,6 +277,16 @@ impl Store {
         Ok((region, submitted))
     }
 
+    /// Submits bringing `range` to the device on `lane`. Not for a guard, which has uses of its own to close.
+    pub(crate) fn bring(&self, range: &Range<usize>, lane: &Stream) -> Result<Arc<Region>> {
+        let device = self.need_device("a copy to the device")?;
+        let _bound = device.context().to_submit()?;
+        let (region, mut submitted) = self.on_device(range, false, lane)?;
+        let event = device.behind_copy(lane, Way::Up, submitted.in_flight())?;
+        submitted.close(&Arc::new(event));
+        Ok(region)
+    }
+
     fn upload(
         &self,
         device: &Device,
@@ -365,7 +374,7 @@ pub(crate) fn retry_after_drain<R>(device: &Device, error: Error, again: impl Fn
         return Err(error);
     }
     device.staging().release();
-    if matches!(device.platform().model(), MemoryModel::Unified | MemoryModel::UnifiedMapped) {
+    if device.platform().model().is_one_memory() {
         // What lies idle on the host is the device's memory too.
         device.pool().trim(0);
     }

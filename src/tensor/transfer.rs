@@ -34,11 +34,7 @@ pub(super) fn start_to_device(store: &Store) -> Result<Vec<Pending>> {
     if all.is_empty() {
         return Ok(Vec::new());
     }
-    let _bound = device.context().to_submit()?;
-    let stream = device.context().copy_stream(Way::Up)?;
-    let (region, mut submitted) = store.on_device(&all, false, &stream)?;
-    let event = device.behind_copy(&stream, Way::Up, submitted.in_flight())?;
-    submitted.close(&Arc::new(event));
+    let region = store.bring(&all, &device.context().copy_stream(Way::Up)?)?;
     Ok(region.pending(&all, false))
 }
 

@@ -35,6 +35,7 @@ mod load;
 mod load_refused;
 mod machines;
 mod offload;
+mod offload_activations;
 mod offload_attack;
 mod ordering;
 mod ordering_failing;
