@@ -37,6 +37,7 @@ mod machines;
 mod offload;
 mod offload_activations;
 mod offload_attack;
+mod offload_failing;
 mod ordering;
 mod ordering_failing;
 mod pool;
