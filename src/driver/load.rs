@@ -141,8 +141,9 @@ type GetProcAddress = unsafe extern "C" fn(*const c_char, *mut *mut c_void, c_in
 static FORKED: AtomicBool = AtomicBool::new(false);
 
 /// CUDA is unusable in such a child (CUDA C++ Programming Guide, "fork"): say so instead of hanging. A flag rather than a
-/// look at the process id, which is a system call, on every transfer.
-fn check_not_forked() -> Result<()> {
+/// look at the process id, which is a system call, on every transfer. Who waits for another thread asks too: there is none in the child,
+/// and a lock that it had when the process was forked is never free there.
+pub(crate) fn check_not_forked() -> Result<()> {
     if FORKED.load(Ordering::Relaxed) { Err(Error::new(Kind::Forked)) } else { Ok(()) }
 }
 

@@ -28,6 +28,6 @@ pub(crate) mod timing;
 pub(crate) use call::{Bound, check};
 pub(crate) use context::{Context, LentStream, Way};
 pub(crate) use event::Event;
-pub(crate) use load::Driver;
+pub(crate) use load::{Driver, check_not_forked};
 pub(crate) use pending::Pending;
 pub(crate) use stream::Stream;

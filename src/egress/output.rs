@@ -5,6 +5,7 @@ use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 
 use super::gate::Gate;
+use crate::driver::check_not_forked;
 
 /// An output on the host, as an [`EgressPool`](crate::EgressPool) delivers it. Until it is dropped, anywhere, it takes room in the pool;
 /// [`into_inner`](Output::into_inner) frees that, and keeps the memory.
@@ -75,6 +76,9 @@ impl Permit {
 
 impl Drop for Permit {
     fn drop(&mut self) {
-        self.gate.leave(self.bytes);
+        // In a forked child the lock may never be free.
+        if check_not_forked().is_ok() {
+            self.gate.leave(self.bytes);
+        }
     }
 }

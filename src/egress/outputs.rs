@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
+use crate::driver::check_not_forked;
 use crate::error::{Error, Kind, Result};
 use crate::order::{Order, Sorter};
 use crate::sync::{Condvar, Mutex};
@@ -21,7 +22,8 @@ pub struct Delivered<R> {
 }
 
 /// The results of what an [`EgressSender`](crate::EgressSender) submits, one after another: an iterator that blocks, and ends when the
-/// sender is gone and all is delivered. Each item comes exactly once; failed and cancelled ones come with their error.
+/// sender is gone and all is delivered. Each item comes exactly once; failed and cancelled ones come with their error. In a forked child
+/// nothing comes.
 pub struct Outputs<R>(Arc<Channel<R>>);
 
 pub(super) struct Channel<R> {
@@ -66,6 +68,9 @@ impl<R> Channel<R> {
 
     /// No more will be sent.
     pub(super) fn end(&self) {
+        if check_not_forked().is_err() {
+            return;
+        }
         let mut state = self.state.lock();
         state.ended = true;
         self.tell(state);
@@ -100,8 +105,9 @@ impl<R> Outputs<R> {
     /// As `next`, but waits no longer than `timeout`. `None` at the end.
     ///
     /// # Errors
-    /// [`Error::is_not_ready`]: the time is over.
+    /// [`Error::is_not_ready`]: the time is over. The process is a forked child, to which nothing is delivered.
     pub fn next_timeout(&mut self, timeout: Duration) -> Result<Option<Delivered<R>>> {
+        check_not_forked()?;
         let deadline = Instant::now().checked_add(timeout);
         let mut waits = None;
         let mut state = self.0.state.lock();
@@ -122,6 +128,9 @@ impl<R> Outputs<R> {
 
     /// For a `Stream`: as `futures_core::Stream::poll_next`, without the crate.
     pub fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<Delivered<R>>> {
+        if check_not_forked().is_err() {
+            return Poll::Ready(None);
+        }
         let mut state = self.0.state.lock();
         match state.next() {
             Some(next) => Poll::Ready(next),
@@ -148,6 +157,7 @@ impl<R> Iterator for Outputs<R> {
     type Item = Delivered<R>;
 
     fn next(&mut self) -> Option<Delivered<R>> {
+        check_not_forked().ok()?;
         let mut waits = None;
         let mut state = self.0.state.lock();
         loop {
@@ -162,6 +172,9 @@ impl<R> Iterator for Outputs<R> {
 
 impl<R> Drop for Outputs<R> {
     fn drop(&mut self) {
+        if check_not_forked().is_err() {
+            return;
+        }
         let mut state = self.0.state.lock();
         state.abandoned = true;
         let left = std::mem::replace(&mut state.items, Sorter::new(Order::Completion));

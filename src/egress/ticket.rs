@@ -8,6 +8,7 @@ use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
 use super::outputs::Channel;
+use crate::driver::check_not_forked;
 use crate::error::{Error, Kind, Refused, Result};
 use crate::sync::{Condvar, Mutex};
 use crate::trace;
@@ -110,6 +111,9 @@ impl<R> Held<R> {
 
 impl<R> Drop for Held<R> {
     fn drop(&mut self) {
+        if check_not_forked().is_err() {
+            return;
+        }
         let mut state = self.item.state.lock();
         state.holders -= 1;
         if state.holders > 0 {
@@ -204,14 +208,16 @@ impl<R> Ticket<R> {
     /// Takes the item back before it is delivered; whether there was time for that. Its copy runs to its end, its result is
     /// [`Error::is_cancelled`].
     pub fn cancel(&self) -> bool {
-        self.0.item.cancel()
+        check_not_forked().is_ok() && self.0.item.cancel()
     }
 
     /// Blocks until the item is delivered.
     ///
     /// # Errors
-    /// The copy failed, the device faulted, the consumer panicked, the item was cancelled, or the pool was shut down before.
+    /// The copy failed, the device faulted, the consumer panicked, the item was cancelled, or the pool was shut down before. The process is a
+    /// forked child, to which nothing is delivered.
     pub fn wait(self) -> Result<R> {
+        check_not_forked()?;
         let mut waits = None;
         let mut state = self.0.item.state.lock();
         loop {
@@ -236,6 +242,9 @@ impl<R> Ticket<R> {
     /// # Errors
     /// As [`try_wait`](Ticket::try_wait).
     pub fn wait_timeout(self, timeout: Duration) -> Result<R, Refused<Self>> {
+        if let Err(error) = check_not_forked() {
+            return Err(Refused { error, value: self });
+        }
         let deadline = Instant::now().checked_add(timeout);
         let mut waits = None;
         let mut state = self.0.item.state.lock();
@@ -261,6 +270,7 @@ impl<R> Future for Ticket<R> {
     type Output = Result<R>;
 
     fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Result<R>> {
+        check_not_forked()?;
         let mut state = self.0.item.state.lock();
         match &mut state.phase {
             Phase::Open { waker, .. } | Phase::Begun { waker } => {

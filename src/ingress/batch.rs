@@ -8,6 +8,7 @@ use std::sync::Arc;
 use cudarc::driver::CudaStream;
 
 use super::shared::Shared;
+use crate::driver::check_not_forked;
 use crate::element::Element;
 use crate::error::Result;
 use crate::tensor::{DeviceMut, TensorView, TransferTensor};
@@ -68,6 +69,10 @@ impl<T: Element, E: Send + 'static> Deref for IngressBatch<T, E> {
 
 impl<T: Element, E: Send + 'static> Drop for IngressBatch<T, E> {
     fn drop(&mut self) {
+        // In a forked child the lock may never be free.
+        if check_not_forked().is_err() {
+            return;
+        }
         self.shared.give_back(std::mem::replace(&mut self.tensor, TransferTensor::hollow()));
     }
 }

@@ -24,6 +24,7 @@ pub use batch::IngressBatch;
 
 use self::shared::{Shared, Source};
 use crate::device::Device;
+use crate::driver::check_not_forked;
 use crate::element::{Element, write_bytes};
 use crate::error::{Error, Result};
 use crate::layout::Shape;
@@ -102,6 +103,8 @@ pub type IngressResult<T, E> = Result<IngressBatch<T, E>, IngressError<E>>;
 pub struct IngressPrefetcher<T: Element, E: Send + 'static> {
     shared: Arc<Shared<T, E>>,
     threads: Vec<JoinHandle<()>>,
+    /// Its user knows that this is a forked child.
+    told: bool,
 }
 
 /// Makes an [`IngressPrefetcher`].
@@ -280,7 +283,7 @@ impl IngressBuilder<'_> {
             return Err(Error::unsupported(format!("batches of shape {:?}", self.shape.dims()), "they hold nothing"));
         }
         let shared = Arc::new(Shared::new(self.device, self.shape, self.access, self.depth, source));
-        let mut prefetcher = IngressPrefetcher { shared, threads: Vec::new() };
+        let mut prefetcher = IngressPrefetcher { shared, threads: Vec::new(), told: false };
         for number in 0..threads {
             let shared = prefetcher.shared.clone();
             let work = move || {
@@ -297,12 +300,21 @@ impl IngressBuilder<'_> {
 impl<T: Element, E: Send + 'static> IngressPrefetcher<T, E> {
     /// Begins again with the source's first batch. What is loaded, or being loaded, does not come out any more; batches that were taken stay.
     pub fn reset(&mut self) {
-        self.shared.reset();
+        if check_not_forked().is_ok() {
+            self.shared.reset();
+        }
     }
 
     /// For a `Stream`: as `futures_core::Stream::poll_next`, without the crate.
     pub fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<IngressResult<T, E>>> {
-        self.shared.poll_next(context)
+        match check_not_forked() {
+            Ok(()) => self.shared.poll_next(context),
+            Err(error) => Poll::Ready(self.forked(error)),
+        }
+    }
+
+    fn forked(&mut self, error: Error) -> Option<IngressResult<T, E>> {
+        (!std::mem::replace(&mut self.told, true)).then_some(Err(IngressError::Transfer(error)))
     }
 
     /// The next batch, to be awaited. `None` at the end.
@@ -314,14 +326,22 @@ impl<T: Element, E: Send + 'static> IngressPrefetcher<T, E> {
 impl<T: Element, E: Send + 'static> Iterator for IngressPrefetcher<T, E> {
     type Item = IngressResult<T, E>;
 
-    /// Blocks while the next batch is not loaded; not for its copy, which device guards wait for.
+    /// Blocks while the next batch is not loaded; not for its copy, which device guards wait for. In a forked child nothing is loaded: one
+    /// error says so, and then it is the end.
     fn next(&mut self) -> Option<Self::Item> {
-        self.shared.next()
+        match check_not_forked() {
+            Ok(()) => self.shared.next(),
+            Err(error) => self.forked(error),
+        }
     }
 }
 
 impl<T: Element, E: Send + 'static> Drop for IngressPrefetcher<T, E> {
     fn drop(&mut self) {
+        // A forked child has neither the threads nor, perhaps, a free lock.
+        if check_not_forked().is_err() {
+            return;
+        }
         self.shared.close();
         for thread in self.threads.drain(..) {
             // A source may hold the last handle of what holds this.

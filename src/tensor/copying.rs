@@ -14,7 +14,7 @@ use parking_lot::{Condvar, Mutex};
 use crate::complete::{Job, Signal};
 use crate::device::Device;
 use crate::driver::memory::{adopt_slice, alloc_device, free_slice};
-use crate::driver::{Context, Event, Stream, Way};
+use crate::driver::{Context, Event, Stream, Way, check_not_forked};
 use crate::element::{Element, bytes_of};
 use crate::error::{Error, Kind, Refused, Result};
 use crate::trace;
@@ -219,14 +219,16 @@ impl Device {
 impl<T: Element> Copying<T> {
     /// Whether it is over, without blocking.
     pub fn is_complete(&self) -> bool {
-        self.shared.ends.lock().is_some()
+        check_not_forked().is_ok() && self.shared.ends.lock().is_some()
     }
 
     /// Blocks until the copy has run.
     ///
     /// # Errors
-    /// The device faulted, there was no host memory, the driver refused a call, or (`bool`) a byte is no value of the type.
+    /// The device faulted, there was no host memory, the driver refused a call, or (`bool`) a byte is no value of the type. The process is a
+    /// forked child, in which nothing is copied.
     pub fn wait(self) -> Result<BothEnds<T>> {
+        check_not_forked()?;
         let mut ends = self.shared.ends.lock();
         let mut waits = None;
         while ends.is_none() {
@@ -249,6 +251,9 @@ impl<T: Element> Copying<T> {
     /// # Errors
     /// As [`try_wait`](Copying::try_wait).
     pub fn wait_timeout(self, timeout: Duration) -> Result<BothEnds<T>, Refused<Option<Self>>> {
+        if let Err(error) = check_not_forked() {
+            return Err(Refused { error, value: Some(self) });
+        }
         let deadline = Instant::now().checked_add(timeout);
         let mut ends = self.shared.ends.lock();
         let mut waits = None;
@@ -287,6 +292,7 @@ impl<T: Element> Future for Copying<T> {
     type Output = Result<BothEnds<T>>;
 
     fn poll(self: Pin<&mut Self>, context: &mut TaskContext<'_>) -> Poll<Self::Output> {
+        check_not_forked()?;
         self.shared.signal.poll(context).map(|_told| given(self.shared.ends.lock().take()))
     }
 }

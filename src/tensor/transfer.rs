@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use super::TransferTensor;
 use super::store::Store;
 use crate::complete::Signal;
-use crate::driver::{Pending, Way};
+use crate::driver::{Pending, Way, check_not_forked};
 use crate::element::Element;
 use crate::error::{Error, Kind, Refused, Result};
 use crate::trace;
@@ -182,7 +182,12 @@ impl<T: Element> Future for Transfer<T> {
 
     fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
         let this = self.get_mut();
-        if this.signal.is_none() {
+        if this.signal.is_some() {
+            // In a forked child there is no thread that tells.
+            if let Err(error) = check_not_forked() {
+                return Poll::Ready(this.finish(Err(error)));
+            }
+        } else {
             match this.is_complete() {
                 Ok(false) => {}
                 done => return Poll::Ready(this.finish(done.map(|_| ()))),

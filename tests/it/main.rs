@@ -24,6 +24,7 @@ mod egress_reports;
 mod errors;
 mod existing;
 mod failing_calls;
+mod forks;
 mod given_away;
 mod ingress;
 mod ingress_files;

@@ -1,0 +1,176 @@
+//! A child of a fork has none of the threads: who waits for one there is told, and what is dropped there waits for none. (What else is
+//! refused there stands with what refuses it.)
+
+use std::pin::Pin;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::sync::mpsc::channel;
+use std::task::{Context, Poll, RawWaker, RawWakerVTable, Waker};
+use std::time::Duration;
+
+use transfer_tensor::cudarc::driver::CudaSlice;
+use transfer_tensor::{EgressPool, HostTensor, IngressError, IngressPrefetcher, Order, Output};
+
+use crate::egress::{LEN, builder, slice};
+use crate::pool::until;
+use crate::support::{Gpu, H200, HANG, in_a_forked_child};
+
+/// What `run` says in a child, to which `item` belongs there; the parent has it afterwards as if nothing had been.
+#[track_caller]
+fn in_a_child<V>(what: &str, item: V, run: impl Fn(V) -> bool) -> V {
+    let mut item = Some(item);
+    let status = in_a_forked_child(&mut || run(item.take().unwrap()));
+    assert_eq!(status, 0, "{what}: wrong, or (14) it hangs");
+    item.unwrap()
+}
+
+fn poll<F: Future + Unpin>(future: &mut F) -> Poll<F::Output> {
+    Pin::new(future).poll(&mut Context::from_waker(Waker::noop()))
+}
+
+#[test]
+fn who_waits_for_an_item_is_told() {
+    let Some(gpu) = Gpu::simulated(H200).map(Gpu::keeping) else { return };
+    let pool: EgressPool<CudaSlice<u8>> = builder(&gpu).tickets().unwrap();
+    let kept = pool.submit(slice(&gpu, 0)).unwrap().wait().unwrap();
+    let (sender, outputs) = pool.channel(Order::Submission);
+    let sources = [1, 2, 3].map(|value| slice(&gpu, value));
+    gpu.context.synchronize().unwrap();
+    let gate = gpu.gate(&gpu.stream);
+    let [first, second, third] = sources;
+    let ticket = pool.submit(first).unwrap();
+    let mut awaited = pool.submit(second).unwrap();
+    assert!(poll(&mut awaited).is_pending());
+    sender.submit(third).unwrap();
+    let ticket = in_a_child("wait", ticket, |ticket| ticket.wait().is_err_and(|error| error.is_forked()));
+    let ticket = in_a_child("wait_timeout", ticket, |ticket| {
+        let refused = ticket.wait_timeout(Duration::MAX).unwrap_err();
+        refused.error.is_forked() && !refused.value.cancel()
+    });
+    let awaited = in_a_child(
+        "poll",
+        awaited,
+        |mut ticket| matches!(poll(&mut ticket), Poll::Ready(Err(error)) if error.is_forked()),
+    );
+    let outputs = in_a_child("next_timeout", outputs, |mut outputs| {
+        outputs.next_timeout(Duration::MAX).is_err_and(|error| error.is_forked())
+    });
+    let outputs = in_a_child("next", outputs, |mut outputs| outputs.next().is_none());
+    let mut outputs = in_a_child("poll_next", outputs, |mut outputs| {
+        matches!(outputs.poll_next(&mut Context::from_waker(Waker::noop())), Poll::Ready(None))
+    });
+    gate.open();
+    // The parent's are what they were.
+    assert_eq!([ticket, awaited].map(|ticket| ticket.wait_timeout(HANG).unwrap()[0]), [1, 2]);
+    assert_eq!(outputs.next_timeout(HANG).unwrap().unwrap().result.unwrap()[0], 3);
+    drop((kept, sender, outputs, pool));
+    gpu.finish();
+}
+
+#[test]
+fn who_waits_for_a_copy_is_told() {
+    let Some(gpu) = Gpu::simulated(H200).map(Gpu::keeping) else { return };
+    let (_, slice) = gpu.device.upload_owned(&gpu.stream, vec![0u8; LEN]).unwrap().wait().unwrap();
+    let mut tensor = gpu.on_device(&[5; LEN]);
+    let gate = gpu.gate(&gpu.stream);
+    let copying = gpu.device.download_owned(&gpu.stream, slice).unwrap();
+    drop(tensor.device_mut(&gpu.stream).unwrap());
+    let mut transfer = tensor.to_host().unwrap();
+    assert!(poll(&mut transfer).is_pending());
+    let copying = in_a_child("wait", copying, |copying| copying.wait().is_err_and(|error| error.is_forked()));
+    let copying = in_a_child("wait_timeout", copying, |copying| {
+        copying.wait_timeout(Duration::MAX).is_err_and(|refused| refused.error.is_forked())
+    });
+    let copying = in_a_child(
+        "poll",
+        copying,
+        |mut copying| matches!(poll(&mut copying), Poll::Ready(Err(error)) if error.is_forked()),
+    );
+    let transfer = in_a_child(
+        "poll of a transfer",
+        transfer,
+        |mut transfer| matches!(poll(&mut transfer), Poll::Ready(Err(refused)) if refused.error.is_forked()),
+    );
+    gate.open();
+    assert_eq!(copying.wait().unwrap().0, [0; LEN]);
+    assert_eq!(transfer.wait().unwrap().host().unwrap()[0], 5);
+    gpu.finish();
+}
+
+#[test]
+fn who_waits_for_a_batch_is_told_once() {
+    let Some(gpu) = Gpu::simulated(H200).map(Gpu::keeping) else { return };
+    let (open, gate) = channel::<()>();
+    let gate = Mutex::new(gate);
+    let fill = move |number: u64, rows: &mut [u8]| {
+        if number > 0 {
+            let _ = gate.lock().unwrap().recv();
+        }
+        rows.fill(number as u8);
+        Ok::<_, String>(1)
+    };
+    let mut batches = IngressPrefetcher::builder(&gpu.device, [1, LEN]).fill(fill).unwrap();
+    let first = batches.next().unwrap().unwrap();
+    let told = |batch: Option<Result<_, IngressError<String>>>| matches!(batch, Some(Err(IngressError::Transfer(error))) if error.is_forked());
+    let batches = in_a_child("next", batches, |mut batches| {
+        batches.reset();
+        told(batches.next()) && batches.next().is_none()
+    });
+    let mut batches = in_a_child("poll_next", batches, |mut batches| {
+        let mut context = Context::from_waker(Waker::noop());
+        match batches.poll_next(&mut context) {
+            Poll::Ready(batch) => told(batch) && batches.next().is_none(),
+            Poll::Pending => false,
+        }
+    });
+    drop(open);
+    assert_eq!(batches.next().unwrap().unwrap().number(), 1);
+    drop((first, batches));
+    gpu.finish();
+}
+
+/// A waker whose clone waits: who keeps one is inside a lock meanwhile.
+fn sluggish() -> Waker {
+    fn clone(_: *const ()) -> RawWaker {
+        INSIDE.store(true, SeqCst);
+        until(|| OPEN.load(SeqCst));
+        RawWaker::new(std::ptr::null(), &TABLE)
+    }
+    fn nothing(_: *const ()) {}
+    static TABLE: RawWakerVTable = RawWakerVTable::new(clone, nothing, nothing, nothing);
+    // SAFETY: it holds nothing.
+    unsafe { Waker::new(std::ptr::null(), &TABLE) }
+}
+
+static INSIDE: AtomicBool = AtomicBool::new(false);
+static OPEN: AtomicBool = AtomicBool::new(false);
+
+/// The child inherits a lock that another thread of the parent's is in, and loaders that it does not have.
+#[test]
+fn what_is_dropped_waits_for_nobody() {
+    let Some(gpu) = Gpu::simulated(H200).map(Gpu::keeping) else { return };
+    let pool: EgressPool<CudaSlice<u8>, u8> = builder(&gpu).consumer(|out: Output<HostTensor<u8>>| out[0]).unwrap();
+    let (sender, mut outputs) = pool.channel(Order::Completion);
+    let fill = |_: u64, _: &mut [u8]| Ok::<_, String>(1);
+    let batches = IngressPrefetcher::builder(&gpu.device, [1, LEN]).fill(fill).unwrap();
+    let batches = in_a_child("prefetcher", batches, |batches| {
+        drop(batches);
+        true
+    });
+    let poller = std::thread::spawn(move || {
+        assert!(outputs.poll_next(&mut Context::from_waker(&sluggish())).is_pending());
+        outputs
+    });
+    until(|| INSIDE.load(SeqCst));
+    let sender = in_a_child("sender", sender, |sender| {
+        drop(sender);
+        true
+    });
+    OPEN.store(true, SeqCst);
+    let outputs = poller.join().unwrap();
+    sender.submit(slice(&gpu, 1)).unwrap();
+    drop(sender);
+    assert_eq!(outputs.map(|output| output.result.unwrap()).collect::<Vec<_>>(), [1]);
+    drop((batches, pool));
+    gpu.finish();
+}
