@@ -4,7 +4,7 @@
 use std::pin::Pin;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
-use std::sync::mpsc::channel;
+use std::sync::mpsc::{Sender, channel};
 use std::task::{Context, Poll, RawWaker, RawWakerVTable, Waker};
 use std::time::Duration;
 
@@ -22,6 +22,14 @@ fn in_a_child<V>(what: &str, item: V, run: impl Fn(V) -> bool) -> V {
     let status = in_a_forked_child(&mut || run(item.take().unwrap()));
     assert_eq!(status, 0, "{what}: wrong, or (14) it hangs");
     item.unwrap()
+}
+
+#[track_caller]
+fn dropped_in_a_child<V>(what: &str, item: V) -> V {
+    in_a_child(what, item, |item| {
+        drop(item);
+        true
+    })
 }
 
 fn poll<F: Future + Unpin>(future: &mut F) -> Poll<F::Output> {
@@ -97,18 +105,25 @@ fn who_waits_for_a_copy_is_told() {
     gpu.finish();
 }
 
-#[test]
-fn who_waits_for_a_batch_is_told_once() {
-    let Some(gpu) = Gpu::simulated(H200).map(Gpu::keeping) else { return };
-    let (open, gate) = channel::<()>();
+/// A source of batches that waits after the first one, until what comes with it is dropped.
+#[allow(clippy::type_complexity)]
+fn held_after_the_first() -> (Sender<()>, impl Fn(u64, &mut [u8]) -> Result<usize, String> + Send + Sync) {
+    let (open, gate) = channel();
     let gate = Mutex::new(gate);
     let fill = move |number: u64, rows: &mut [u8]| {
         if number > 0 {
             let _ = gate.lock().unwrap().recv();
         }
         rows.fill(number as u8);
-        Ok::<_, String>(1)
+        Ok(1)
     };
+    (open, fill)
+}
+
+#[test]
+fn who_waits_for_a_batch_is_told_once() {
+    let Some(gpu) = Gpu::simulated(H200).map(Gpu::keeping) else { return };
+    let (open, fill) = held_after_the_first();
     let mut batches = IngressPrefetcher::builder(&gpu.device, [1, LEN]).fill(fill).unwrap();
     let first = batches.next().unwrap().unwrap();
     let told = |batch: Option<Result<_, IngressError<String>>>| matches!(batch, Some(Err(IngressError::Transfer(error))) if error.is_forked());
@@ -129,48 +144,76 @@ fn who_waits_for_a_batch_is_told_once() {
     gpu.finish();
 }
 
-/// A waker whose clone waits: who keeps one is inside a lock meanwhile.
-fn sluggish() -> Waker {
-    fn clone(_: *const ()) -> RawWaker {
-        INSIDE.store(true, SeqCst);
-        until(|| OPEN.load(SeqCst));
-        RawWaker::new(std::ptr::null(), &TABLE)
-    }
-    fn nothing(_: *const ()) {}
-    static TABLE: RawWakerVTable = RawWakerVTable::new(clone, nothing, nothing, nothing);
-    // SAFETY: it holds nothing.
-    unsafe { Waker::new(std::ptr::null(), &TABLE) }
+/// Makes wakers whose clone waits: who keeps one is inside a lock meanwhile.
+#[derive(Default)]
+struct Sluggish {
+    inside: AtomicBool,
+    open: AtomicBool,
 }
 
-static INSIDE: AtomicBool = AtomicBool::new(false);
-static OPEN: AtomicBool = AtomicBool::new(false);
+impl Sluggish {
+    fn waker(&'static self) -> Waker {
+        fn clone(this: *const ()) -> RawWaker {
+            // SAFETY: made from one that stays, below.
+            let Sluggish { inside, open } = unsafe { &*this.cast::<Sluggish>() };
+            inside.store(true, SeqCst);
+            until(|| open.load(SeqCst));
+            RawWaker::new(this, &TABLE)
+        }
+        fn nothing(_: *const ()) {}
+        static TABLE: RawWakerVTable = RawWakerVTable::new(clone, nothing, nothing, nothing);
+        // SAFETY: what it points to stays, and may be used by any thread.
+        unsafe { Waker::new(std::ptr::from_ref(self).cast(), &TABLE) }
+    }
 
-/// The child inherits a lock that another thread of the parent's is in, and loaders that it does not have.
+    /// Has `poll` be inside a lock while `then` runs.
+    fn while_inside<V: Send + 'static>(
+        &'static self,
+        poll: impl FnOnce(&mut Context<'_>) -> V + Send + 'static,
+        then: impl FnOnce(),
+    ) -> V {
+        let poller = std::thread::spawn(move || poll(&mut Context::from_waker(&self.waker())));
+        until(|| self.inside.load(SeqCst));
+        then();
+        self.open.store(true, SeqCst);
+        poller.join().unwrap()
+    }
+}
+
+/// The child inherits locks that other threads of the parent's are in.
 #[test]
 fn what_is_dropped_waits_for_nobody() {
     let Some(gpu) = Gpu::simulated(H200).map(Gpu::keeping) else { return };
     let pool: EgressPool<CudaSlice<u8>, u8> = builder(&gpu).consumer(|out: Output<HostTensor<u8>>| out[0]).unwrap();
     let (sender, mut outputs) = pool.channel(Order::Completion);
-    let fill = |_: u64, _: &mut [u8]| Ok::<_, String>(1);
-    let batches = IngressPrefetcher::builder(&gpu.device, [1, LEN]).fill(fill).unwrap();
-    let batches = in_a_child("prefetcher", batches, |batches| {
-        drop(batches);
-        true
-    });
-    let poller = std::thread::spawn(move || {
-        assert!(outputs.poll_next(&mut Context::from_waker(&sluggish())).is_pending());
+    let (open, fill) = held_after_the_first();
+    let mut batches = IngressPrefetcher::builder(&gpu.device, [1, LEN]).fill(fill).unwrap();
+    let batch = batches.next().unwrap().unwrap();
+
+    let [of_outputs, of_batches] = [0; 2].map(|_| &*Box::leak(Box::<Sluggish>::default()));
+    let mut sender = Some(sender);
+    let poll = move |context: &mut Context<'_>| {
+        assert!(outputs.poll_next(context).is_pending());
         outputs
+    };
+    let outputs = of_outputs.while_inside(poll, || {
+        sender = sender.take().map(|sender| dropped_in_a_child("sender", sender));
     });
-    until(|| INSIDE.load(SeqCst));
-    let sender = in_a_child("sender", sender, |sender| {
-        drop(sender);
-        true
+    let mut batch = Some(batch);
+    let poll = move |context: &mut Context<'_>| {
+        assert!(batches.poll_next(context).is_pending());
+        batches
+    };
+    let batches = of_batches.while_inside(poll, || {
+        batch = batch.take().map(|batch| dropped_in_a_child("batch", batch));
     });
-    OPEN.store(true, SeqCst);
-    let outputs = poller.join().unwrap();
+    let batches = dropped_in_a_child("prefetcher", batches);
+
+    drop(open);
+    let sender = sender.unwrap();
     sender.submit(slice(&gpu, 1)).unwrap();
     drop(sender);
     assert_eq!(outputs.map(|output| output.result.unwrap()).collect::<Vec<_>>(), [1]);
-    drop((batches, pool));
+    drop((batch, batches, pool));
     gpu.finish();
 }
