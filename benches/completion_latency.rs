@@ -3,7 +3,8 @@
 //!     cargo bench --bench completion_latency -- [--quick] [--json FILE]
 //!
 //! The copies are of 4 KiB, one at a time, with the caller awake between two, and nothing else under way. *raw* of a wait is a copy with
-//! an event behind it, for which the caller asks until it has passed. Without a GPU the simulated H200 runs, by the wall.
+//! an event behind it, for which the caller asks until it has passed; *raw* of a submit: the calls for a copy on a second stream, with an event
+//! before and one behind. Without a GPU the simulated H200 runs, by the wall.
 
 mod common;
 
@@ -29,9 +30,9 @@ fn main() -> Result<(), Failure> {
     let rounds = if args.quick || bench.sim.is_some() { 10 } else { 1001 };
     let mut rows = Vec::new();
     calls(&bench, rounds, &mut rows);
-    let raw = waits(&bench, rounds, &mut rows)?;
+    let (submit, raw) = waits(&bench, rounds, &mut rows)?;
     for awake in [false, true] {
-        pools(&bench, rounds, awake, raw, &mut rows)?;
+        pools(&bench, rounds, awake, (submit, raw), &mut rows)?;
     }
     write(&args, &rows)
 }
@@ -119,8 +120,8 @@ fn calls(bench: &Bench, rounds: usize, rows: &mut Vec<Row>) {
     unsafe { check(sys::cuEventDestroy_v2(event)) };
 }
 
-/// A tensor's own waits, and the driver's.
-fn waits(bench: &Bench, rounds: usize, rows: &mut Vec<Row>) -> Result<f64, Failure> {
+/// A tensor's own waits, and the driver's. What the calls of a copy on a second stream take, and a copy on the first until it is seen to have run.
+fn waits(bench: &Bench, rounds: usize, rows: &mut Vec<Row>) -> Result<(f64, f64), Failure> {
     let (raw, stream) = (Raw::new(BYTES), bench.stream.cu_stream());
     let mut wait = |case: &str, flags: sys::CUevent_flags, block: bool, base: Option<f64>| {
         let mut event = std::ptr::null_mut();
@@ -153,6 +154,7 @@ fn waits(bench: &Bench, rounds: usize, rows: &mut Vec<Row>) -> Result<f64, Failu
         // SAFETY: as in `calls`.
         unsafe { check(sys::cuEventCreate(event, sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32)) };
     }
+    let mut submits = Vec::new();
     let seconds = each(rounds, || {
         let start = Instant::now();
         // SAFETY: as in `calls`.
@@ -161,11 +163,13 @@ fn waits(bench: &Bench, rounds: usize, rows: &mut Vec<Row>) -> Result<f64, Failu
             check(sys::cuStreamWaitEvent(second.cu_stream(), before, 0));
             check(sys::cuMemcpyDtoHAsync_v2(raw.host, raw.device, BYTES, second.cu_stream()));
             check(sys::cuEventRecord(behind, second.cu_stream()));
+            submits.push(start.elapsed().as_secs_f64());
             while sys::cuEventQuery(behind) == sys::CUresult::CUDA_ERROR_NOT_READY {}
         }
         start.elapsed().as_secs_f64()
     });
     add(bench, rows, "raw: on a second stream, asking", seconds, Some(base));
+    let submit = add(bench, rows, "raw: on a second stream, until it is submitted", submits, None);
     let mut tensor = Some(bench.device.tensor().zeros::<u8>([BYTES])?);
     for (case, awaited) in [("tensor: to_host().wait()", false), ("tensor: to_host().await", true)] {
         let mut failed = None;
@@ -191,11 +195,17 @@ fn waits(bench: &Bench, rounds: usize, rows: &mut Vec<Row>) -> Result<f64, Failu
         failed.map_or(Ok(()), Err)?;
         add(bench, rows, case, seconds, Some(base));
     }
-    Ok(base)
+    Ok((submit, base))
 }
 
 /// From `submit` to a function, a ticket, and a task.
-fn pools(bench: &Bench, rounds: usize, awake: bool, raw: f64, rows: &mut Vec<Row>) -> Result<(), Failure> {
+fn pools(
+    bench: &Bench,
+    rounds: usize,
+    awake: bool,
+    (submit, raw): (f64, f64),
+    rows: &mut Vec<Row>,
+) -> Result<(), Failure> {
     let name = |what: &str| format!("pool{}: {what}", if awake { ", low latency" } else { "" });
     let source: Arc<CudaSlice<u8>> = Arc::new(bench.stream.alloc_zeros(BYTES)?);
     bench.sync();
@@ -215,7 +225,7 @@ fn pools(bench: &Bench, rounds: usize, awake: bool, raw: f64, rows: &mut Vec<Row
         seen.recv_timeout(Duration::from_secs(10)).map_or(f64::NAN, |at| at.duration_since(start).as_secs_f64())
     });
     failed.map_or(Ok(()), Err)?;
-    add(bench, rows, &name("submit"), submits, None);
+    add(bench, rows, &name("submit"), submits, Some(submit));
     add(bench, rows, &name("submit to function"), seconds, Some(raw));
     drop(pool);
 
