@@ -12,10 +12,9 @@
 mod batch;
 mod shared;
 
-use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Range;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::thread::JoinHandle;
@@ -28,7 +27,7 @@ use crate::driver::check_not_forked;
 use crate::element::{Element, write_bytes};
 use crate::error::{Error, Result};
 use crate::layout::Shape;
-use crate::os::{ReadFile, spawn};
+use crate::os::{Files, spawn};
 use crate::plan::Access;
 use crate::trace;
 
@@ -216,7 +215,8 @@ impl IngressBuilder<'_> {
     }
 
     /// Batches that are read from files: a batch for each range of a file's bytes, in the order given, straight to the memory that is copied from.
-    /// The bytes are the elements, as the machine has them (little-endian). Each file is open while the prefetcher lives.
+    /// The bytes are the elements, as the machine has them (little-endian). However many files there are, 64 are open: others are opened again when they are read, and must be
+    /// there yet.
     ///
     /// ```
     /// # cuda_sim::install().unwrap();
@@ -237,20 +237,16 @@ impl IngressBuilder<'_> {
     ///
     /// # Errors
     /// As [`fill`](Self::fill). A file can not be opened, or is no regular file; a range is empty, is no whole number of rows, is more than a batch, or
-    /// reaches beyond the end of its file. Later, at its position: reading failed, the file was changed (as far as its length and its time tell), a byte is no value of the type (`bool`).
+    /// reaches beyond the end of its file. Later, at its position: reading failed, the file is gone, or was changed (as far as its length and its time tell), a byte is no value of the type (`bool`).
     pub fn file_ranges<T: Element, P: AsRef<Path>>(
         self,
         ranges: impl IntoIterator<Item = (P, Range<u64>)>,
     ) -> Result<IngressPrefetcher<T, Error>> {
         let row = self.shape.row_elements()?.saturating_mul(size_of::<T>()) as u64;
         let most = self.shape.bytes(size_of::<T>())? as u64;
-        let (mut files, mut all) = (BTreeMap::<PathBuf, Arc<ReadFile>>::new(), Vec::new());
+        let (mut files, mut all) = (Files::default(), Vec::new());
         for (path, range) in ranges {
-            let path = path.as_ref();
-            let file = match files.get(path) {
-                Some(file) => file.clone(),
-                None => files.entry(path.into()).or_insert(Arc::new(ReadFile::open(path)?)).clone(),
-            };
+            let (name, file) = files.add(path.as_ref())?;
             let (start, end) = (range.start, range.end);
             let bytes = end.saturating_sub(start);
             if end > file.bytes() {
@@ -260,13 +256,14 @@ impl IngressBuilder<'_> {
                 let what = format!("bytes {start}..{end}, in batches of {most} bytes with rows of {row}");
                 return Err(file.failed(format!("{what}: no whole number of rows, or too many")));
             }
-            all.push((file, start, bytes));
+            all.push((name, start, bytes));
         }
         self.fill(move |number, values: &mut [T]| {
-            let Some((file, start, bytes)) = usize::try_from(number).ok().and_then(|number| all.get(number)) else {
+            let Some((name, start, bytes)) = usize::try_from(number).ok().and_then(|number| all.get(number)) else {
                 return Ok(0);
             };
             let values = values.get_mut(..*bytes as usize / size_of::<T>()).unwrap_or_default();
+            let file = files.get(*name)?;
             write_bytes(values, |bytes| file.read_at(*start, bytes))?;
             file.check_unchanged()?;
             Ok((bytes / row) as usize)

@@ -20,15 +20,24 @@ pub(crate) struct ReadFile {
 }
 
 /// What tells that a file was changed.
-#[derive(Debug, PartialEq, Eq)]
-struct Stamp {
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Stamp {
     bytes: u64,
     modified: Option<SystemTime>,
+    /// Its device and its number there, where that is known: another file may have taken its name.
+    identity: (u64, u64),
 }
 
 impl Stamp {
     fn of(metadata: &fs::Metadata) -> Self {
-        Self { bytes: metadata.len(), modified: metadata.modified().ok() }
+        #[cfg(unix)]
+        let identity = {
+            use std::os::unix::fs::MetadataExt as _;
+            (metadata.dev(), metadata.ino())
+        };
+        #[cfg(not(unix))]
+        let identity = (0, 0);
+        Self { bytes: metadata.len(), modified: metadata.modified().ok(), identity }
     }
 }
 
@@ -53,6 +62,11 @@ impl ReadFile {
     #[cfg(feature = "safetensors")]
     pub(crate) fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// How it was when it was opened.
+    pub(super) fn stamp(&self) -> &Stamp {
+        &self.stamp
     }
 
     /// Its length when it was opened.

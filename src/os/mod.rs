@@ -3,6 +3,7 @@
 mod file;
 #[cfg(feature = "safetensors")]
 mod file_map;
+mod files;
 mod mapping;
 mod maps;
 mod stream;
@@ -11,6 +12,7 @@ mod thread;
 pub(crate) use file::ReadFile;
 #[cfg(feature = "safetensors")]
 pub(crate) use file_map::FileMap;
+pub(crate) use files::Files;
 pub(crate) use mapping::{HUGE_PAGE, Mapping, advise_huge};
 pub(crate) use maps::is_file_backed;
 pub(crate) use stream::copy_past_caches;

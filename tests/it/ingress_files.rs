@@ -134,6 +134,51 @@ fn what_goes_wrong_later_is_the_batchs_error() {
     gpu.finish();
 }
 
+/// More files than a process may have open: some are at a time. One that took the place of another meanwhile is not read for it, even if
+/// it looks the same.
+#[test]
+#[cfg(target_os = "linux")]
+fn of_many_files_some_are_open_at_a_time() {
+    const FILES: usize = 150;
+    let gpu = Gpu::any(H200);
+    let folder = tempfile::tempdir().unwrap();
+    let path = |number: usize| folder.path().join(number.to_string());
+    for number in 0..FILES {
+        std::fs::write(path(number), [number as u8; ROW]).unwrap();
+    }
+    let open = || {
+        let all =
+            std::fs::read_dir("/proc/self/fd").unwrap().filter_map(|fd| std::fs::read_link(fd.unwrap().path()).ok());
+        all.filter(|file| file.starts_with(folder.path())).count()
+    };
+    let ranges = (0..FILES).chain([0, 1]).map(|number| (path(number), 0..ROW as u64));
+    let mut batches: IngressPrefetcher<u8, Error> =
+        IngressPrefetcher::builder(&gpu.device, [1, ROW]).depth(1).file_ranges(ranges).unwrap();
+    assert!(open() <= 65, "{} are open", open());
+    for number in 0..FILES {
+        if number == FILES - 1 {
+            let time = std::fs::metadata(path(0)).unwrap().modified().unwrap();
+            let other = folder.path().join("other");
+            std::fs::write(&other, [7; ROW]).unwrap();
+            std::fs::File::options().write(true).open(&other).unwrap().set_modified(time).unwrap();
+            std::fs::rename(other, path(0)).unwrap();
+            std::fs::remove_file(path(1)).unwrap();
+        }
+        let batch = batches.next().unwrap().unwrap();
+        let there = gpu.stream.clone_dtoh(&batch.device(&gpu.stream).unwrap()).unwrap();
+        assert!(there == [number as u8; ROW], "file {number}");
+        assert!(open() <= 65, "{} are open", open());
+    }
+    for word in ["changed", "No such file"] {
+        let error = batches.next().unwrap().unwrap_err().to_string();
+        assert!(error.contains(word), "{error}");
+    }
+    assert!(batches.next().is_none());
+    drop(batches);
+    assert_eq!(open(), 0);
+    gpu.finish();
+}
+
 /// The threads of both kinds of pool run where they are told to.
 #[test]
 #[cfg(target_os = "linux")]
