@@ -253,11 +253,13 @@ impl Device {
         }
     }
 
-    /// Blocks until memory that was dropped while in use, or that is slow to unpin, has been freed.
+    /// Blocks until memory that was dropped while in use, or that is slow to unpin, has been freed. In a task's waker, which may run on the
+    /// thread that frees it, it does not block.
     ///
     /// # Errors
-    /// `timeout` passed first.
+    /// `timeout` passed first. The process is a forked child, in which nothing is freed.
     pub fn drain(&self, timeout: Duration) -> Result<()> {
+        Driver::get()?;
         let _range = crate::trace::wait(c"drain");
         if self.0.waiter.drain(timeout) { Ok(()) } else { Err(Error::new(crate::error::Kind::NotReady)) }
     }

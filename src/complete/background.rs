@@ -1,10 +1,20 @@
 //! One thread a device for copies that nobody waits for while they begin: it does them in the order in which they came.
 
+use std::cell::Cell;
 use std::sync::mpsc::{Sender, channel};
 
 use parking_lot::Mutex;
 
 use crate::error::{Error, Kind, Result, quietly};
+
+thread_local! {
+    static ON_BACKGROUND: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Whether this is such a thread. It must not wait for its own jobs.
+pub(super) fn on_background() -> bool {
+    ON_BACKGROUND.get()
+}
 
 /// A job that is dropped unrun tells so by itself.
 pub(crate) type Job = Box<dyn FnOnce() + Send>;
@@ -27,6 +37,7 @@ impl Background {
         }
         let (sender, receiver) = channel::<Job>();
         let work = move || {
+            ON_BACKGROUND.set(true);
             crate::trace::name_thread();
             for job in receiver {
                 // A panic in a caller's waker is his; the other jobs go on.

@@ -8,4 +8,9 @@ pub(crate) mod waiter;
 
 pub(crate) use background::{Background, Job};
 pub(crate) use signal::Signal;
-pub(crate) use waiter::{Waiter, free_later, on_waiter};
+pub(crate) use waiter::{Waiter, free_later};
+
+/// Whether this is one of a device's own threads, for which much waits: a waker of the caller's may run there.
+pub(crate) fn on_device_thread() -> bool {
+    waiter::on_waiter() || background::on_background()
+}

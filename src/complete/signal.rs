@@ -48,7 +48,10 @@ impl Signal {
         match &state.result {
             Some(result) => Poll::Ready(result.clone()),
             None => {
-                state.waker = Some(context.waker().clone());
+                let before = state.waker.replace(context.waker().clone());
+                // Not under the lock: a caller's task may go with it.
+                drop(state);
+                drop(before);
                 Poll::Pending
             }
         }

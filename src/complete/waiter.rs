@@ -32,7 +32,7 @@ thread_local! {
 }
 
 /// Whether this is a waiter's thread, which must not wait for a job.
-pub(crate) fn on_waiter() -> bool {
+pub(super) fn on_waiter() -> bool {
     ON_WAITER.get()
 }
 
@@ -78,9 +78,9 @@ impl Waiter {
         self.queue.submit(job, start).map_err(|(error, job)| (error, job.then))
     }
 
-    /// Blocks until every job submitted so far is done, or `timeout` is over; whether it was.
+    /// Blocks until every job submitted so far is done, or `timeout` is over; whether it was. Not on the waiter's own thread, which is at one.
     pub(crate) fn drain(&self, timeout: Duration) -> bool {
-        self.queue.drain(timeout)
+        self.queue.drain(if on_waiter() { Duration::ZERO } else { timeout })
     }
 }
 
@@ -96,6 +96,10 @@ pub(crate) fn free_later(
 ) {
     // In a `ManuallyDrop`, so that a job which never runs leaks rather than frees.
     let owner = ManuallyDrop::new(owner);
+    // A forked child, where the waiter's lock may never be free.
+    if Driver::get().is_err() {
+        return context.count_leak();
+    }
     let (free, leak) = (context.clone(), context);
     let then = Box::new(move |passed: Result<()>| match passed {
         Ok(()) => drop_bound(&free, &cuda, ManuallyDrop::into_inner(owner)),

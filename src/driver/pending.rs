@@ -1,6 +1,7 @@
 //! Something the device has yet to pass, in the forms in which it can be asked for.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use cudarc::driver::{CudaContext, sys};
 
@@ -8,6 +9,7 @@ use super::call::{Bound, check};
 use super::context::synchronize;
 use super::event::Event;
 use super::stream::{Stream, check_not_capturing};
+use crate::complete::Signal;
 use crate::error::Result;
 
 /// What a wait waits for.
@@ -21,13 +23,15 @@ pub(crate) enum Pending {
     Context(Arc<CudaContext>),
     /// The end of a capture: memory of a stream can not be freed while it is captured.
     Capture(Stream),
+    /// What another thread does, which tells.
+    Told(Arc<Signal>),
 }
 
 impl Pending {
     /// Whether it can be asked for without blocking, from any thread.
     pub(crate) fn pollable(&self) -> bool {
         match self {
-            Pending::Event(_) => true,
+            Pending::Event(_) | Pending::Told(_) => true,
             Pending::Stream(stream) | Pending::Capture(stream) => stream.reachable(),
             Pending::Context(_) => false,
         }
@@ -37,6 +41,7 @@ impl Pending {
     pub(crate) fn poll(&self) -> Result<bool> {
         match self {
             Pending::Event(event) => event.query(),
+            Pending::Told(signal) => signal.result().map_or(Ok(false), |told| told.map(|()| true)),
             Pending::Stream(stream) if stream.reachable() => {
                 let _bound = Bound::enter(stream.cuda().context())?;
                 stream.check_not_capturing("waiting for a stream")?;
@@ -70,6 +75,12 @@ impl Pending {
             }
             Pending::Context(context) => synchronize(context),
             Pending::Capture(_) => Ok(()),
+            Pending::Told(signal) => loop {
+                match signal.result() {
+                    Some(told) => return told,
+                    None => std::thread::sleep(Duration::from_millis(1)),
+                }
+            },
         }
     }
 }

@@ -245,7 +245,8 @@ impl<I> Crew<I> {
     }
 
     /// How many have come and were not handed out.
-    pub(super) fn len(&self) -> usize {
+    #[cfg(all(test, transfer_tensor_loom))]
+    fn len(&self) -> usize {
         self.state.lock().ready.len()
     }
 }

@@ -34,6 +34,7 @@ use self::gate::Gate;
 use self::outputs::Channel;
 use self::shared::{Consumer, Inside, Observer, Shared, delivering, must_not_wait};
 use self::ticket::Spare;
+use crate::complete::on_device_thread;
 use crate::device::Device;
 use crate::driver::lane::{Lane, Lanes};
 use crate::error::{Error, Kind, Refused, Result, quietly};
@@ -290,17 +291,18 @@ impl EgressPoolBuilder<'_> {
 }
 
 impl<S: EgressSource, R: Send + 'static> EgressPool<S, R> {
-    /// Takes a source, whose copies run on streams of the crate's own, so that the source's stream goes on meanwhile. Does not
-    /// wait for the device, except for a tensor whose host side is ordinary memory (made from a `Vec`, say), which is copied there and then;
-    /// for room, as [`when_full`](EgressPoolBuilder::when_full) says. A slice is copied by the pool's threads where one is awake (in a
-    /// [`low_latency`](EgressPoolBuilder::low_latency) pool: where other items are under way); what the driver refuses then is the item's error.
+    /// Takes a source, whose copies run on streams of the crate's own, so that the source's stream goes on meanwhile. For room it waits as
+    /// [`when_full`](EgressPoolBuilder::when_full) says. Does not wait for the device, except for two kinds of tensors: one whose host side is ordinary
+    /// memory (made from a `Vec`, say), which is copied there and then, and one whose address was given to a stream that the crate does not know. A
+    /// slice is copied by the pool's threads where one is awake (in a [`low_latency`](EgressPoolBuilder::low_latency) pool: where other items are under
+    /// way), and by the device's own thread, to ordinary memory, where no page-locked memory is to be had; what the driver refuses then is the item's error.
     ///
     /// # Ordering
     /// See [`EgressSource`].
     ///
     /// # Errors
     /// There is no room ([`Error::is_full`]) or never will be; the pool is closed; a stream is being captured; the device faulted, or
-    /// refused. The source comes back, except where a fault keeps its memory.
+    /// refused; there is no page-locked memory, and the device's pool is strict. The source comes back, except where a fault keeps its memory.
     pub fn submit(&self, source: S) -> Result<Ticket<R>, Refused<Option<S>>> {
         self.shared.submit(source, None, || None)
     }
@@ -320,7 +322,8 @@ impl<S: EgressSource, R: Send + 'static> EgressPool<S, R> {
     }
 
     /// Blocks until all that was submitted before is delivered, or until `timeout` is over; what others submit meanwhile does not
-    /// count. From inside a consumer its own item does not count either.
+    /// count. From inside a consumer its own item does not count either. In a task's waker, which may run on a thread of the device's, it does not
+    /// block.
     ///
     /// # Errors
     /// [`Error::is_not_ready`]: the time is over. The process is a forked child, to which nothing is delivered.
@@ -339,7 +342,7 @@ impl<S: EgressSource, R: Send + 'static> EgressPool<S, R> {
 
     fn wait(&self, timeout: Duration, until: impl FnOnce(&Gate, usize, Option<Instant>) -> bool) -> Result<()> {
         crate::driver::Driver::get()?;
-        let deadline = Instant::now().checked_add(timeout);
+        let deadline = deadline(timeout);
         match until(&self.shared.gate, delivering(&self.shared.gate).len(), deadline) {
             true => Ok(()),
             false => Err(Error::new(Kind::NotReady)),
@@ -347,11 +350,15 @@ impl<S: EgressSource, R: Send + 'static> EgressPool<S, R> {
     }
 
     /// Takes nothing any more, and delivers what is open, for no longer than `deadline`. What is not delivered by then is told so; its
-    /// copies run to their end, and a consumer that is at work goes on, without anybody waiting. Again: the same for what is left.
+    /// copies run to their end, and a consumer that is at work goes on, without anybody waiting. Again: the same for what is left. In a task's
+    /// waker, which may run on a thread of the device's, the deadline is now; in a forked child nothing is done.
     pub fn shutdown(&self, deadline: Duration) -> Shutdown {
+        if crate::driver::Driver::get().is_err() {
+            return Shutdown { delivered: 0, failed: 0, abandoned: 0 };
+        }
         let before = self.shared.stats();
         self.shared.gate.close(Error::new(Kind::Closed { why: "the pool was shut down".into() }));
-        let deadline = Instant::now().checked_add(deadline);
+        let deadline = self::deadline(deadline);
         let in_time = self.shared.gate.wait_delivered(delivering(&self.shared.gate).len(), deadline);
         let abandoned = if in_time { 0 } else { self.shared.abandon() };
         let after = self.shared.stats();
@@ -371,6 +378,11 @@ impl<S: EgressSource, R: Send + 'static> EgressPool<S, R> {
     pub fn stats(&self) -> EgressStats {
         self.shared.stats()
     }
+}
+
+/// When a wait of so long is over; at once on a thread of the device's, for which items may wait.
+fn deadline(timeout: Duration) -> Option<Instant> {
+    Instant::now().checked_add(if on_device_thread() { Duration::ZERO } else { timeout })
 }
 
 impl<S: EgressSource, R: Send + 'static> Drop for EgressPool<S, R> {
@@ -411,7 +423,7 @@ impl<S: EgressSource, R: Send + 'static> fmt::Debug for EgressPool<S, R> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("EgressPool")
             .field("stats", &self.stats())
-            .field("waiting", &self.shared.crew.len())
+            .field("health", &self.health())
             .finish_non_exhaustive()
     }
 }

@@ -7,7 +7,7 @@ use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
 use crate::driver::check_not_forked;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, Kind, Result, quietly};
 use crate::order::{Order, Sorter};
 use crate::sync::{Condvar, Mutex};
 use crate::trace;
@@ -81,7 +81,7 @@ impl<R> Channel<R> {
         drop(state);
         self.changed.notify_all();
         if let Some(waker) = waker {
-            waker.wake();
+            let _ = quietly(|| waker.wake());
         }
     }
 }
@@ -177,7 +177,7 @@ impl<R> Drop for Outputs<R> {
         }
         let mut state = self.0.state.lock();
         state.abandoned = true;
-        let left = std::mem::replace(&mut state.items, Sorter::new(Order::Completion));
+        let left = (state.waker.take(), std::mem::replace(&mut state.items, Sorter::new(Order::Completion)));
         // Not under the lock: callers' values.
         drop(state);
         drop(left);
@@ -186,6 +186,9 @@ impl<R> Drop for Outputs<R> {
 
 impl<R> fmt::Debug for Outputs<R> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if check_not_forked().is_err() {
+            return f.debug_struct("Outputs").finish_non_exhaustive();
+        }
         let state = self.0.state.lock();
         f.debug_struct("Outputs")
             .field("waiting", &state.items.len())

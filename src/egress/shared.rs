@@ -16,7 +16,7 @@ use super::source::{Ahead, EgressSource, Way};
 use super::stats::{EgressHealth, EgressStats};
 use super::ticket::{Held, Item, Spare, Ticket};
 use super::{OnError, Stage};
-use crate::complete::on_waiter;
+use crate::complete::on_device_thread;
 use crate::device::Device;
 use crate::driver::Driver;
 use crate::driver::lane::{Asked, LANES, Lane, Lanes, Passed};
@@ -123,7 +123,7 @@ pub(super) fn delivering(gate: &Arc<Gate>) -> BTreeSet<u64> {
 
 /// Whether items may wait for this thread, which then must not wait for them.
 pub(super) fn must_not_wait() -> bool {
-    on_waiter() || INSIDE.try_with(|inside| !inside.borrow().is_empty()).unwrap_or_default()
+    on_device_thread() || INSIDE.try_with(|inside| !inside.borrow().is_empty()).unwrap_or_default()
 }
 
 impl<S: EgressSource, R: Send + 'static> Shared<S, R> {
@@ -395,29 +395,38 @@ impl<S: EgressSource, R: Send + 'static> Shared<S, R> {
     /// Nothing is delivered any more; who waits for an open item is told. How many those are.
     pub(super) fn abandon(&self) -> u64 {
         let error = Error::new(Kind::Closed { why: "the pool was shut down before the item was delivered".into() });
-        // Not those that this thread is at.
+        // Not those that this thread consumes.
         let own = delivering(&self.gate);
         let open: HashMap<_, _> = {
             let mut state = self.state.lock();
             state.stopped.get_or_insert_with(|| error.clone());
             let all = std::mem::take(&mut state.open);
-            let (own, open) = all.into_iter().partition(|(number, _)| own.contains(number));
+            let (own, open) = all.into_iter().partition(|(number, item)| own.contains(number) && !item.is_open());
             state.open = own;
             open
         };
+        let mut abandoned = 0;
         for (number, item) in &open {
+            abandoned += u64::from(!item.is_cancelled());
             let _ = quietly(|| item.finish(*number, Err(error.clone())));
         }
-        open.len() as u64
+        abandoned
     }
 
+    /// (In a forked child a lock may never be free.)
     pub(super) fn stats(&self) -> EgressStats {
+        if Driver::get().is_err() {
+            return EgressStats::default();
+        }
         let (items, bytes, _) = self.gate.level();
         let stats = self.state.lock().stats;
         EgressStats { kept: items as u64, kept_bytes: bytes, ..stats }
     }
 
     pub(super) fn health(&self, workers: usize) -> EgressHealth {
+        if let Err(error) = Driver::get() {
+            return EgressHealth { workers: 0, panics: 0, last_error: Some(error), faulted: false, closed: true };
+        }
         let state = self.state.lock();
         EgressHealth {
             workers,

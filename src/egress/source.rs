@@ -11,7 +11,8 @@ use crate::driver::memory::SharedSlice;
 use crate::driver::{Pending, Stream};
 use crate::element::Element;
 use crate::error::{Refused, Result};
-use crate::tensor::fetch::{self, Fetch, Source};
+use crate::tensor::fetch::{self, Fetch, Room, Source};
+use crate::tensor::unpinned::Unpinned;
 use crate::tensor::{Chunks, HostTensor, TransferTensor};
 
 /// A result on the device, or several of one step, to be brought to the host by an [`EgressPool`](crate::EgressPool).
@@ -137,10 +138,11 @@ impl<T: Element> Sealed for TransferTensor<T> {
     }
 }
 
-/// A slice on its way: as such, or as a tensor, which can do without page-locked memory.
+/// A slice on its way: to page-locked memory, to ordinary memory, or as a tensor.
 #[allow(missing_debug_implementations)] // No caller sees one.
 pub enum SliceFlying<T: Element, S: Source, K> {
     Fetch(Fetch<S>),
+    Unpinned(Unpinned<T, S>),
     Tensor(TransferTensor<T>, K),
 }
 
@@ -148,6 +150,10 @@ impl<T: Element, S: Source, K> SliceFlying<T, S, K> {
     fn launch(&mut self) -> Result<()> {
         match self {
             SliceFlying::Fetch(fetch) => fetch.launch(),
+            SliceFlying::Unpinned(unpinned) => {
+                unpinned.launch();
+                Ok(())
+            }
             SliceFlying::Tensor(..) => Ok(()),
         }
     }
@@ -167,20 +173,33 @@ impl<T: Element> Sealed for CudaSlice<T> {
 
     fn begin(self, way: &mut Way<'_>) -> Result<Self::Flying, Refused<Option<Self>>> {
         let some = |Refused { error, value }| Refused { error, value: Some(value) };
-        if let Some(room) = fetch::room(way.device, &self) {
-            let producer = Stream::of_caller(self.stream());
-            let stream = match way.lane(&producer, self.num_bytes()) {
-                Ok(stream) => stream,
-                Err(error) => return Err(Refused { error, value: Some(self) }),
-            };
-            return Fetch::owned(way.device, self, room, (&producer, stream)).map(SliceFlying::Fetch).map_err(some);
-        }
-        let len = self.len();
-        let tensor = way.device.tensor().from_cuda_slice(self, [len]).map_err(some)?;
-        match tensor.begin(way) {
-            Ok(tensor) => Ok(SliceFlying::Tensor(tensor, ())),
-            Err(Refused { error, value }) => {
-                Err(Refused { error, value: value.and_then(|tensor| tensor.into_cuda_slice().ok()) })
+        let room = match fetch::room(way.device, &self) {
+            Ok(room) => room,
+            Err(error) => return Err(Refused { error, value: Some(self) }),
+        };
+        match room {
+            Room::Pinned(buffer) => {
+                let producer = Stream::of_caller(self.stream());
+                let stream = match way.lane(&producer, self.num_bytes()) {
+                    Ok(stream) => stream,
+                    Err(error) => return Err(Refused { error, value: Some(self) }),
+                };
+                Fetch::owned(way.device, self, buffer, (&producer, stream)).map(SliceFlying::Fetch).map_err(some)
+            }
+            Room::Ordinary => {
+                let unpinned = Unpinned::owned(way.device, self).map_err(some)?;
+                way.waits.push(unpinned.pending());
+                Ok(SliceFlying::Unpinned(unpinned))
+            }
+            Room::Tensor => {
+                let len = self.len();
+                let tensor = way.device.tensor().from_cuda_slice(self, [len]).map_err(some)?;
+                match tensor.begin(way) {
+                    Ok(tensor) => Ok(SliceFlying::Tensor(tensor, ())),
+                    Err(Refused { error, value }) => {
+                        Err(Refused { error, value: value.and_then(|tensor| tensor.into_cuda_slice().ok()) })
+                    }
+                }
             }
         }
     }
@@ -192,6 +211,7 @@ impl<T: Element> Sealed for CudaSlice<T> {
     fn land(flying: Self::Flying, passed: &Passed) -> Result<HostTensor<T>> {
         match flying {
             SliceFlying::Fetch(fetch) => fetch.land(passed),
+            SliceFlying::Unpinned(unpinned) => unpinned.land(passed),
             SliceFlying::Tensor(tensor, ()) => <TransferTensor<T> as Sealed>::land(tensor, passed),
         }
     }
@@ -199,6 +219,7 @@ impl<T: Element> Sealed for CudaSlice<T> {
     fn back(flying: Self::Flying) -> Option<Self> {
         match flying {
             SliceFlying::Fetch(fetch) => fetch.back(),
+            SliceFlying::Unpinned(unpinned) => unpinned.back(),
             SliceFlying::Tensor(tensor, ()) => tensor.into_cuda_slice().ok(),
         }
     }
@@ -218,16 +239,23 @@ impl<T: Element> Sealed for Arc<CudaSlice<T>> {
 
     fn begin(self, way: &mut Way<'_>) -> Result<Self::Flying, Refused<Option<Self>>> {
         let (context, len) = (way.device.context().clone(), self.len());
-        let mut begin = || {
-            if let Some(room) = fetch::room(way.device, &self) {
+        let mut begin = || match fetch::room(way.device, &self)? {
+            Room::Pinned(buffer) => {
                 let producer = Stream::of_caller(self.stream());
                 let stream = way.lane(&producer, self.num_bytes())?;
                 let shared = SharedSlice::new(&context, self.clone());
-                return Fetch::shared(way.device, shared, len, room, (&producer, stream)).map(SliceFlying::Fetch);
+                Fetch::shared(way.device, shared, len, buffer, (&producer, stream)).map(SliceFlying::Fetch)
             }
-            let tensor = way.device.tensor().from_shared_cuda_slice(self.clone(), [len])?;
-            let tensor = tensor.begin(way).map_err(|refused| refused.error)?;
-            Ok(SliceFlying::Tensor(tensor, SharedSlice::new(&context, self.clone())))
+            Room::Ordinary => {
+                let unpinned = Unpinned::shared(way.device, self.clone())?;
+                way.waits.push(unpinned.pending());
+                Ok(SliceFlying::Unpinned(unpinned))
+            }
+            Room::Tensor => {
+                let tensor = way.device.tensor().from_shared_cuda_slice(self.clone(), [len])?;
+                let tensor = tensor.begin(way).map_err(|refused| refused.error)?;
+                Ok(SliceFlying::Tensor(tensor, SharedSlice::new(&context, self.clone())))
+            }
         };
         match begin() {
             // Who drops the last handle may have to order that first: let it not be this one.
@@ -246,6 +274,7 @@ impl<T: Element> Sealed for Arc<CudaSlice<T>> {
     fn land(flying: Self::Flying, passed: &Passed) -> Result<HostTensor<T>> {
         match flying {
             SliceFlying::Fetch(fetch) => fetch.land(passed),
+            SliceFlying::Unpinned(unpinned) => unpinned.land(passed),
             SliceFlying::Tensor(tensor, _shared) => <TransferTensor<T> as Sealed>::land(tensor, passed),
         }
     }
@@ -253,6 +282,7 @@ impl<T: Element> Sealed for Arc<CudaSlice<T>> {
     fn back(flying: Self::Flying) -> Option<Self> {
         match flying {
             SliceFlying::Fetch(fetch) => fetch.handle(),
+            SliceFlying::Unpinned(unpinned) => unpinned.back().and_then(|shared| shared.handle()),
             SliceFlying::Tensor(_, shared) => shared.handle(),
         }
     }

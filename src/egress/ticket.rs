@@ -16,7 +16,8 @@ use crate::trace;
 /// An item under way. It gives what the consumer made of it, or the output itself: by [`wait`](Ticket::wait),
 /// [`try_wait`](Ticket::try_wait), [`wait_timeout`](Ticket::wait_timeout) or `.await` on any runtime.
 ///
-/// Dropping or forgetting it is fine: the item is delivered all the same, and what comes of it is dropped.
+/// Dropping it is fine: the item is delivered all the same, and what comes of it is dropped. Forgetting it keeps what comes of it for ever; where
+/// that is the output itself, its room too.
 #[must_use = "what comes of the item is given by `wait`, `try_wait` or `.await`"]
 pub struct Ticket<R>(Held<R>);
 
@@ -145,7 +146,16 @@ impl<R> Item<R> {
     }
 
     pub(super) fn is_cancelled(&self) -> bool {
-        matches!(self.state.lock().phase, Phase::Open { cancelled: true, .. })
+        match &self.state.lock().phase {
+            Phase::Open { cancelled, .. } => *cancelled,
+            Phase::Done(Err(error)) => error.is_cancelled(),
+            _ => false,
+        }
+    }
+
+    /// Whether its consumer has yet to begin.
+    pub(super) fn is_open(&self) -> bool {
+        matches!(self.state.lock().phase, Phase::Open { .. })
     }
 
     fn cancel(&self) -> bool {
@@ -166,6 +176,11 @@ impl<R> Item<R> {
             drop(state);
             return drop(result);
         }
+        // Whoever cancelled it in time was told so.
+        let result = match (&state.phase, result) {
+            (Phase::Open { cancelled: true, .. }, Err(error)) if error.is_closed() => Err(Error::new(Kind::Withdrawn)),
+            (_, result) => result,
+        };
         if let Some((channel, number)) = state.channel.take() {
             state.phase = Phase::Taken;
             drop(state);

@@ -96,9 +96,10 @@ pub type IngressResult<T, E> = Result<IngressBatch<T, E>, IngressError<E>>;
 /// |---|---|
 /// | how far ahead | [`depth`](IngressBuilder::depth) batches: the source is asked for no more than that beyond what was taken |
 /// | order | the source's, however many threads load |
-/// | an error, a panic of the source | at its position; the batches behind it come all the same |
+/// | an error of the source, a panic | at its position; the batches behind it come all the same, but for an iterator's that panicked, which is not asked again |
+/// | a fault of the device | at its position, and then it is the end |
 /// | [`reset`](IngressPrefetcher::reset) | from the beginning; nothing that was loaded before comes out |
-/// | dropped early | the threads end after what they are at; batches that are out stay what they are |
+/// | dropped early | the threads end after what they are at, and are waited for: also where one waits for the device to be done with a batch; batches that are out stay what they are |
 pub struct IngressPrefetcher<T: Element, E: Send + 'static> {
     shared: Arc<Shared<T, E>>,
     threads: Vec<JoinHandle<()>>,

@@ -156,7 +156,8 @@ impl<T: Element, E: Send + 'static> Shared<T, E> {
         });
         let rows = filled.unwrap_or_else(|panicked| {
             // What panicked is not asked again.
-            *items = Some((round, Box::new(|_: &mut [T]| Ok(0usize))));
+            let before = items.replace((round, Box::new(|_: &mut [T]| Ok(0usize))));
+            let _ = quietly(|| drop(before));
             Err(IngressError::Transfer(panicked))
         })?;
         let most = self.shape.dims().first().copied().unwrap_or(1);
@@ -173,16 +174,21 @@ impl<T: Element, E: Send + 'static> Shared<T, E> {
 
     fn put(&self, number: u64, round: u64, loaded: Result<Option<Loaded<T>>, IngressError<E>>) {
         let mut state = self.state.lock();
-        if round != state.round {
+        if round != state.round || state.closed {
             drop(state);
-            if let Ok(Some(Loaded { tensor, .. })) = loaded {
-                self.give_back(tensor);
-            }
-            return;
+            return self.discard(loaded.transpose());
         }
-        match loaded.transpose() {
-            Some(loaded) => state.loaded.put(number, loaded),
-            None => state.end = Some(state.end.map_or(number, |end| end.min(number))),
+        let end = match &loaded {
+            Ok(None) => Some(number),
+            // No more can come.
+            Err(IngressError::Transfer(error)) if error.is_fault() => Some(number + 1),
+            _ => None,
+        };
+        if let Some(end) = end {
+            state.end = Some(state.end.map_or(end, |before| before.min(end)));
+        }
+        if let Some(loaded) = loaded.transpose() {
+            state.loaded.put(number, loaded);
         }
         self.tell(state);
     }
@@ -229,7 +235,10 @@ impl<T: Element, E: Send + 'static> Shared<T, E> {
                 Poll::Ready(next)
             }
             None => {
-                state.waker = Some(context.waker().clone());
+                let before = state.waker.replace(context.waker().clone());
+                // Not under the lock: a caller's task may go with it.
+                drop(state);
+                drop(before);
                 Poll::Pending
             }
         }
@@ -253,18 +262,27 @@ impl<T: Element, E: Send + 'static> Shared<T, E> {
         (state.begun, state.taken, state.end) = (0, 0, None);
         let loaded = std::mem::replace(&mut state.loaded, Sorter::new(Order::Submission));
         drop(state);
-        for loaded in loaded.into_all().flatten() {
-            self.give_back(loaded.tensor);
-        }
+        self.discard(loaded.into_all());
         self.changed.notify_all();
     }
 
     pub(super) fn close(&self) {
         let mut state = self.state.lock();
         state.closed = true;
-        let left =
-            (std::mem::take(&mut state.free), std::mem::replace(&mut state.loaded, Sorter::new(Order::Submission)));
+        let free = std::mem::take(&mut state.free);
+        let loaded = std::mem::replace(&mut state.loaded, Sorter::new(Order::Submission));
         self.tell(state);
-        drop(left);
+        drop(free);
+        self.discard(loaded.into_all());
+    }
+
+    /// What was loaded and is not wanted: the tensors go round. An error is a caller's own, and may do anything when it is dropped.
+    fn discard(&self, loaded: impl IntoIterator<Item = Result<Loaded<T>, IngressError<E>>>) {
+        for loaded in loaded {
+            match loaded {
+                Ok(Loaded { tensor, .. }) => self.give_back(tensor),
+                Err(error) => drop(quietly(|| drop(error))),
+            }
+        }
     }
 }

@@ -5,7 +5,7 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::fetch::{Ends, Points, Source, acquire, keep, points};
+use super::fetch::{Ends, Points, Source, keep, points};
 use crate::device::Device;
 use crate::driver::lane::Passed;
 use crate::driver::memory::{SharedSlice, slice_address};
@@ -69,7 +69,7 @@ impl<T: Element> Chunks<T> {
         let mut targets: Targets = [None, None];
         for (target, elements) in targets.iter_mut().zip([first, second]) {
             if elements > 0 {
-                *target = Some(acquire(device, elements * size_of::<T>())?);
+                *target = Some(device.pool().try_acquire(elements * size_of::<T>())?);
             }
         }
         let _bound = context.to_submit()?;

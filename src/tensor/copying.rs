@@ -180,29 +180,18 @@ impl Device {
         host: Vec<T>,
         device: Held<T>,
     ) -> Result<Ends<T>> {
-        let context = self.context();
         let len = device.slice.as_ref().map_or(0, DeviceSlice::len);
         if len == 0 {
             return Ok(Ends { host, device });
         }
-        let bytes = len * size_of::<T>();
-        let copied = context.copy_stream(way).and_then(|lane| {
-            let _range = trace::range(way.copies(), bytes);
-            let _bound = context.to_submit()?;
-            lane.wait_for(start)?;
-            let copied = match way {
-                Way::Up => {
-                    let bytes = bytes_of(&host);
-                    // SAFETY: both ends are as long and owned here, and the lane comes after the slice's uses.
-                    unsafe { self.copy_up(address, bytes.as_ptr(), bytes.len(), &lane) }.map(|()| host)
-                }
-                // SAFETY: as above.
-                Way::Down => unsafe { self.download_from(address, len, &lane) },
-            };
-            // Nothing runs on the slice when it is given back, whatever became of the copy.
-            let _range = trace::range(c"wait", bytes);
-            let idle = Event::record(context, &lane).and_then(|event| event.wait());
-            Ok((copied, idle.or_else(|_| lane.synchronize())))
+        let copied = self.on_copy_stream(way, len * size_of::<T>(), [start], |lane| match way {
+            Way::Up => {
+                let bytes = bytes_of(&host);
+                // SAFETY: both ends are as long and owned here, and the lane comes after the slice's uses.
+                unsafe { self.copy_up(address, bytes.as_ptr(), bytes.len(), lane) }.map(|()| host)
+            }
+            // SAFETY: as above.
+            Way::Down => unsafe { self.download_from(address, len, lane) },
         });
         match copied {
             Ok((copied, Ok(()))) => copied.map(|host| Ends { host, device }),
@@ -213,6 +202,32 @@ impl Device {
             // Nothing was submitted.
             Err(error) => Err(error),
         }
+    }
+
+    /// Does a copy of so many bytes on a stream of ours, after these points: what became of it, and whether it is known that it has run.
+    /// Blocks until that.
+    ///
+    /// # Errors
+    /// Nothing was submitted.
+    pub(super) fn on_copy_stream<'e, R>(
+        &self,
+        way: Way,
+        bytes: usize,
+        after: impl IntoIterator<Item = &'e Event>,
+        copy: impl FnOnce(&Stream) -> Result<R>,
+    ) -> Result<(Result<R>, Result<()>)> {
+        let context = self.context();
+        let lane = context.copy_stream(way)?;
+        let _range = trace::range(way.copies(), bytes);
+        let _bound = context.to_submit()?;
+        for event in after {
+            lane.wait_for(event)?;
+        }
+        let copied = copy(&lane);
+        // Nothing runs on the source or the target then, whatever became of the copy.
+        let _range = trace::range(c"wait", bytes);
+        let idle = Event::record(context, &lane).and_then(|event| event.wait());
+        Ok((copied, idle.or_else(|_| lane.synchronize())))
     }
 }
 

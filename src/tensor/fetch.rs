@@ -5,7 +5,6 @@ use std::sync::Arc;
 use cudarc::driver::CudaSlice;
 
 use super::landed::HostTensor;
-use super::store::retry_after_drain;
 use crate::complete::free_later;
 use crate::device::Device;
 use crate::driver::lane::Passed;
@@ -15,7 +14,7 @@ use crate::element::Element;
 use crate::error::{Error, Refused, Result};
 use crate::pool::PinnedBuffer;
 
-const SUBMIT: &str = "submitting to an egress pool";
+pub(super) const SUBMIT: &str = "submitting to an egress pool";
 
 /// A copy from an `S`: prepared by who has it, launched by anybody.
 #[allow(missing_debug_implementations)] // No caller sees one.
@@ -72,18 +71,29 @@ fn free_landed<T: Element>(device: &Device, slice: CudaSlice<T>, free: fn(&Arc<C
     }
 }
 
-/// Page-locked memory for a slice, if that is to be had at once. (Else the slice goes the way of a tensor, which can do without.)
-pub(crate) fn room<T: Element>(device: &Device, slice: &CudaSlice<T>) -> Option<PinnedBuffer> {
-    if slice.num_bytes() == 0 || !device.owns(slice.stream()) {
-        return None;
-    }
-    acquire(device, slice.num_bytes()).ok()
+/// Where a slice goes on the host.
+pub(crate) enum Room {
+    /// Page-locked memory.
+    Pinned(PinnedBuffer),
+    /// Ordinary memory: there is no page-locked to be had at once.
+    Ordinary,
+    /// The way of a tensor: there is nothing to copy, or nothing that can be.
+    Tensor,
 }
 
-/// Page-locked memory, without waiting for others to give theirs back.
-pub(super) fn acquire(device: &Device, bytes: usize) -> Result<PinnedBuffer> {
-    let acquire = || device.pool().try_acquire(bytes);
-    acquire().or_else(|error| retry_after_drain(device, error, acquire))
+/// Where a slice is to go. Waits for nobody who may give page-locked memory back.
+///
+/// # Errors
+/// There is none, and the pool is strict.
+pub(crate) fn room<T: Element>(device: &Device, slice: &CudaSlice<T>) -> Result<Room> {
+    if slice.num_bytes() == 0 || !device.owns(slice.stream()) {
+        return Ok(Room::Tensor);
+    }
+    match device.pool().try_acquire(slice.num_bytes()) {
+        Ok(buffer) => Ok(Room::Pinned(buffer)),
+        Err(_) if !device.pool().is_strict() => Ok(Room::Ordinary),
+        Err(error) => Err(error),
+    }
 }
 
 /// What copies come after.
@@ -245,6 +255,12 @@ pub(super) struct Ends<S: Source, B> {
 impl<S: Source, B> Ends<S, B> {
     pub(super) fn new(source: S, targets: B, device: &Device) -> Self {
         Self { ends: Some((source, targets)), device: device.clone() }
+    }
+
+    /// Gives them up for ever: the device may still be at them.
+    pub(super) fn leak(mut self) {
+        std::mem::forget(self.ends.take());
+        self.device.context().count_leak();
     }
 }
 

@@ -31,6 +31,8 @@ enum Kept<T: Element> {
     Tensor { region: Option<Arc<Region>>, tensor: TransferTensor<T> },
     /// Page-locked memory that they were copied to.
     Buffer { buffer: PinnedBuffer, shape: Shape, device: Device },
+    /// Ordinary memory that they were copied to.
+    Values { values: Vec<T>, shape: Shape, device: Device },
 }
 
 // SAFETY: as `&[T]` with its owner: what holds the elements is behind this value alone, so nobody writes to them.
@@ -63,11 +65,17 @@ impl<T: Element> HostTensor<T> {
         Ok(Self { start, len, kept: Kept::Buffer { buffer, shape: Shape::from(len), device: device.clone() } })
     }
 
+    /// Elements that were copied to ordinary memory.
+    pub(super) fn of_values(device: &Device, mut values: Vec<T>) -> Self {
+        let (start, len) = (NonNull::from(values.as_mut_slice()).cast(), values.len());
+        Self { start, len, kept: Kept::Values { values, shape: Shape::from(len), device: device.clone() } }
+    }
+
     /// The shape.
     pub fn shape(&self) -> &Shape {
         match &self.kept {
             Kept::Tensor { tensor, .. } => tensor.shape(),
-            Kept::Buffer { shape, .. } => shape,
+            Kept::Buffer { shape, .. } | Kept::Values { shape, .. } => shape,
         }
     }
 
@@ -76,6 +84,7 @@ impl<T: Element> HostTensor<T> {
         match &self.kept {
             Kept::Tensor { tensor, .. } => tensor.is_pinned(),
             Kept::Buffer { .. } => true,
+            Kept::Values { .. } => false,
         }
     }
 
@@ -83,7 +92,7 @@ impl<T: Element> HostTensor<T> {
     pub fn copied_bytes(&self) -> u64 {
         match &self.kept {
             Kept::Tensor { tensor, .. } => tensor.copied_bytes().1,
-            Kept::Buffer { .. } => size_of_val::<[T]>(self) as u64,
+            Kept::Buffer { .. } | Kept::Values { .. } => size_of_val::<[T]>(self) as u64,
         }
     }
 
@@ -95,10 +104,11 @@ impl<T: Element> HostTensor<T> {
         match self.kept {
             Kept::Tensor { tensor, .. } => Ok(tensor),
             Kept::Buffer { buffer, shape, device } => TensorOptions::new(&device).in_buffer(buffer, shape),
+            Kept::Values { values, shape, device } => Ok(TensorOptions::new(&device).from_vec(values, shape)?),
         }
     }
 
-    /// The elements in ordinary memory of their own: a copy, unless the tensor was made from a `Vec`.
+    /// The elements in ordinary memory of their own: a copy, unless they lie in such memory.
     ///
     /// # Errors
     /// As [`TransferTensor::into_vec`]; the tensor comes back.
@@ -110,6 +120,7 @@ impl<T: Element> HostTensor<T> {
                 tensor.into_vec()
             }
             Kept::Buffer { .. } => Ok(self.to_vec()),
+            Kept::Values { values, .. } => Ok(values),
         }
     }
 }

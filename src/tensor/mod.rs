@@ -21,6 +21,7 @@ mod slices;
 mod store;
 mod track;
 mod transfer;
+pub(crate) mod unpinned;
 mod view;
 
 use std::fmt;

@@ -332,6 +332,9 @@ fn retire_later(device: &Device, slice: Box<dyn Any + Send>, stream: Stream, mut
     let cuda = stream.cuda().context().clone();
     if !stream.is_per_thread() {
         pending.push(Pending::Capture(stream.clone()));
+        if !device.context().cuda().has_async_alloc() {
+            pending.push(Pending::Stream(stream.clone()));
+        }
     }
     // The stream stays as long: it may be ours, and the slice is freed on it.
     free_later(device.context(), cuda, device.waiter(), Box::new((slice, stream)), pending);

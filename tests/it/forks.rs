@@ -1,7 +1,6 @@
 //! A child of a fork has none of the threads: who waits for one there is told, and what is dropped there waits for none. (What else is
 //! refused there stands with what refuses it.)
 
-use std::pin::Pin;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::mpsc::{Sender, channel};
@@ -9,11 +8,11 @@ use std::task::{Context, Poll, RawWaker, RawWakerVTable, Waker};
 use std::time::Duration;
 
 use transfer_tensor::cudarc::driver::CudaSlice;
-use transfer_tensor::{EgressPool, HostTensor, IngressError, IngressPrefetcher, Order, Output};
+use transfer_tensor::{EgressPool, HostTensor, IngressError, IngressPrefetcher, Order, Output, TransferTensor};
 
 use crate::egress::{LEN, builder, slice};
 use crate::pool::until;
-use crate::support::{Gpu, H200, HANG, in_a_forked_child};
+use crate::support::{Gpu, H200, HANG, in_a_forked_child, poll_once};
 
 /// What `run` says in a child, to which `item` belongs there; the parent has it afterwards as if nothing had been.
 #[track_caller]
@@ -32,10 +31,6 @@ fn dropped_in_a_child<V>(what: &str, item: V) -> V {
     })
 }
 
-fn poll<F: Future + Unpin>(future: &mut F) -> Poll<F::Output> {
-    Pin::new(future).poll(&mut Context::from_waker(Waker::noop()))
-}
-
 #[test]
 fn who_waits_for_an_item_is_told() {
     let Some(gpu) = Gpu::simulated(H200).map(Gpu::keeping) else { return };
@@ -48,7 +43,7 @@ fn who_waits_for_an_item_is_told() {
     let [first, second, third] = sources;
     let ticket = pool.submit(first).unwrap();
     let mut awaited = pool.submit(second).unwrap();
-    assert!(poll(&mut awaited).is_pending());
+    assert!(poll_once(&mut awaited).is_pending());
     sender.submit(third).unwrap();
     let ticket = in_a_child("wait", ticket, |ticket| ticket.wait().is_err_and(|error| error.is_forked()));
     let ticket = in_a_child("wait_timeout", ticket, |ticket| {
@@ -58,7 +53,7 @@ fn who_waits_for_an_item_is_told() {
     let awaited = in_a_child(
         "poll",
         awaited,
-        |mut ticket| matches!(poll(&mut ticket), Poll::Ready(Err(error)) if error.is_forked()),
+        |mut ticket| matches!(poll_once(&mut ticket), Poll::Ready(Err(error)) if error.is_forked()),
     );
     let outputs = in_a_child("next_timeout", outputs, |mut outputs| {
         outputs.next_timeout(Duration::MAX).is_err_and(|error| error.is_forked())
@@ -75,6 +70,36 @@ fn who_waits_for_an_item_is_told() {
     gpu.finish();
 }
 
+/// What waits for all that is open, and what locks to say how things are.
+#[test]
+fn who_waits_for_all_is_told() {
+    let Some(gpu) = Gpu::simulated(H200).map(Gpu::keeping) else { return };
+    let pool: EgressPool<TransferTensor<u8>> = builder(&gpu).tickets().unwrap();
+    drop(pool.submit(gpu.on_device(&[0; LEN])).unwrap().wait().unwrap());
+    let mut source = gpu.on_device(&[1; LEN]);
+    drop(source.device_mut(&gpu.stream).unwrap());
+    gpu.context.synchronize().unwrap();
+    let gate = gpu.gate(&gpu.stream);
+    drop(source.device_mut(&gpu.stream).unwrap());
+    let ticket = pool.submit(source).unwrap();
+    let pool = in_a_child("flush", pool, |pool| pool.flush(Duration::MAX).is_err_and(|error| error.is_forked()));
+    let pool = in_a_child("drain", pool, |pool| pool.drain(Duration::MAX).is_err_and(|error| error.is_forked()));
+    let pool = in_a_child("shutdown", pool, |pool| pool.shutdown(Duration::MAX).abandoned == 0);
+    let pool = in_a_child("health", pool, |pool| {
+        let health = pool.health();
+        let said = format!("{pool:?}").contains("EgressPool") && pool.stats().submitted == 0;
+        said && health.closed && health.last_error.is_some_and(|error| error.is_forked())
+    });
+    in_a_child("drain of the device", gpu.device.clone(), |device| {
+        device.drain(Duration::MAX).is_err_and(|error| error.is_forked())
+    });
+    gate.open();
+    assert_eq!(ticket.wait_timeout(HANG).unwrap()[0], 1);
+    assert_eq!((pool.stats().delivered, pool.health().closed), (2, false));
+    drop(pool);
+    gpu.finish();
+}
+
 #[test]
 fn who_waits_for_a_copy_is_told() {
     let Some(gpu) = Gpu::simulated(H200).map(Gpu::keeping) else { return };
@@ -84,7 +109,7 @@ fn who_waits_for_a_copy_is_told() {
     let copying = gpu.device.download_owned(&gpu.stream, slice).unwrap();
     drop(tensor.device_mut(&gpu.stream).unwrap());
     let mut transfer = tensor.to_host().unwrap();
-    assert!(poll(&mut transfer).is_pending());
+    assert!(poll_once(&mut transfer).is_pending());
     let copying = in_a_child("wait", copying, |copying| copying.wait().is_err_and(|error| error.is_forked()));
     let copying = in_a_child("wait_timeout", copying, |copying| {
         copying.wait_timeout(Duration::MAX).is_err_and(|refused| refused.error.is_forked())
@@ -92,12 +117,12 @@ fn who_waits_for_a_copy_is_told() {
     let copying = in_a_child(
         "poll",
         copying,
-        |mut copying| matches!(poll(&mut copying), Poll::Ready(Err(error)) if error.is_forked()),
+        |mut copying| matches!(poll_once(&mut copying), Poll::Ready(Err(error)) if error.is_forked()),
     );
     let transfer = in_a_child(
         "poll of a transfer",
         transfer,
-        |mut transfer| matches!(poll(&mut transfer), Poll::Ready(Err(refused)) if refused.error.is_forked()),
+        |mut transfer| matches!(poll_once(&mut transfer), Poll::Ready(Err(refused)) if refused.error.is_forked()),
     );
     gate.open();
     assert_eq!(copying.wait().unwrap().0, [0; LEN]);
