@@ -296,6 +296,8 @@ fn a_tensor_that_ends_on_a_held_stream_holds_up_no_other() {
     let of = |slice| gpu.device.tensor().from_cuda_slice(slice, [LEN]).map_err(|refused| refused.error).unwrap();
     let first = of(stream.clone_htod(&[1u8; LEN]).unwrap());
     let second = of(other.clone_htod(&[2u8; LEN]).unwrap());
+    // Freeing waits for all of such a device.
+    drain(&gpu.device);
     gpu.context.synchronize().unwrap();
     let gate = gpu.gate(&stream);
     let first = pool.submit(first).unwrap();
