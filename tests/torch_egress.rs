@@ -4,6 +4,8 @@
 #[allow(unreachable_pub)]
 #[path = "../examples/torch_egress/lib.rs"]
 mod abi;
+#[path = "it/forked.rs"]
+mod forked;
 
 use std::collections::BTreeSet;
 use std::ffi::{CStr, c_void};
@@ -14,6 +16,7 @@ use std::time::{Duration, Instant};
 
 use abi::*;
 use cuda_sim::Device;
+use forked::in_a_forked_child;
 use transfer_tensor::cudarc::driver::{CudaContext, CudaSlice, CudaStream, DevicePtr, sys};
 
 const LEN: usize = 100_000;
@@ -440,4 +443,58 @@ fn several_consumers_share_the_items() {
     });
     assert_eq!(given.into_inner(), 40);
     machine.finish(memory);
+}
+
+/// Each call in a forked child says that it is one, also while a thread of the parent's waits in one.
+#[test]
+fn a_forked_child_is_told() {
+    let machine = Machine::new(|_| ());
+    let memory = machine.memory(1);
+    machine.context.synchronize().unwrap();
+    let gate = machine.sim.gate(machine.stream.cu_stream() as u64);
+    assert_eq!(machine.submit(&memory, 1), 0);
+    let pool = machine.pool;
+    let told = || {
+        let (mut stats, mut done) = (TtStats::default(), TtShutdown::default());
+        let codes = [
+            tt_egress_drain(pool, TT_FOREVER),
+            tt_egress_destroy(pool, TT_FOREVER),
+            machine.next(TT_FOREVER).err().unwrap_or(0),
+            machine.submit(&memory, 2),
+            tt_egress_release(1),
+            // SAFETY: both are valid.
+            unsafe { tt_egress_stats(pool, &mut stats) },
+            // SAFETY: as above.
+            unsafe { tt_egress_shutdown(pool, TT_FOREVER, &mut done) },
+        ];
+        codes == [Code::Forked as i32; 7]
+    };
+    assert_eq!(in_a_forked_child(&mut || told()), 0);
+    std::thread::scope(|scope| {
+        let waits = scope.spawn(|| machine.next(TT_FOREVER).map(|output| output.output));
+        // Whether it is there by then or not, the answer is the same.
+        assert_eq!(in_a_forked_child(&mut || told()), 0);
+        drop(gate);
+        assert_eq!(tt_egress_release(waits.join().unwrap().unwrap()), 0);
+    });
+    machine.finish(vec![memory]);
+}
+
+#[test]
+fn no_size_is_too_large_to_be_told_so() {
+    let machine = Machine::new(|options| options.budget = 0);
+    let memory = machine.memory(1);
+    let (too_large, no_memory) = (Code::TooLarge as i32, Code::OutOfMemory as i32);
+    for (bytes, right) in [
+        (usize::MAX, too_large),
+        (usize::MAX - 7, too_large),
+        (1 << 63, too_large),
+        (isize::MAX as usize, no_memory),
+        (1 << 48, no_memory),
+    ] {
+        let code = machine.submit_on(&memory, machine.stream.cu_stream() as u64, bytes, 1);
+        assert_eq!(code, right, "{bytes:#x}: {}", last_error());
+    }
+    assert_eq!(machine.submit(&memory, 1), 0);
+    machine.finish(vec![memory]);
 }

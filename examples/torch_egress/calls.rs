@@ -3,6 +3,7 @@
 use std::cell::RefCell;
 use std::ffi::{CString, c_char};
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::OnceLock;
 use std::time::Duration;
 
 use super::code::{Code, Failure};
@@ -24,9 +25,18 @@ pub(crate) fn last_error() -> *const c_char {
     LAST.try_with(|last| last.borrow().as_ptr()).unwrap_or(c"".as_ptr())
 }
 
+/// In a forked child nobody has the threads, nor perhaps the locks, of the parent's pools.
+fn check_not_forked() -> Result<(), Failure> {
+    static USED_BY: OnceLock<u32> = OnceLock::new();
+    match std::process::id() {
+        this if *USED_BY.get_or_init(|| this) == this => Ok(()),
+        _ => Err(Failure::new(Code::Forked, "the process was forked after its parent used this library")),
+    }
+}
+
 /// Runs what a function does; a failure becomes its code and a text, a panic too.
 pub(crate) fn guarded(run: impl FnOnce() -> Result<(), Failure>) -> i32 {
-    let failure = match catch_unwind(AssertUnwindSafe(run)) {
+    let failure = match catch_unwind(AssertUnwindSafe(|| check_not_forked().and_then(|()| run()))) {
         Ok(Ok(())) => return Code::Ok as i32,
         Ok(Err(failure)) => failure,
         Err(panic) => {

@@ -32,6 +32,10 @@ pub enum Code {
     Internal = 11,
     /// Something else; the text says what.
     Other = 12,
+    /// The process is a child that was forked after its parent used the interface.
+    Forked = 13,
+    /// The driver refused in the midst of a copy, and may be at the memory for ever: it must stay as it is.
+    InUse = 14,
 }
 
 /// A code and its text.
@@ -51,6 +55,7 @@ impl From<&Error> for Failure {
     fn from(error: &Error) -> Self {
         let code = match error {
             error if error.is_fault() => Code::Fault,
+            error if error.is_forked() => Code::Forked,
             error if error.is_full() => Code::Full,
             error if error.is_closed() => Code::Closed,
             error if error.is_not_ready() => Code::Timeout,

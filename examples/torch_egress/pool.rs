@@ -124,6 +124,9 @@ impl Pool {
         if data == 0 || bytes == 0 {
             return Err(Failure::new(Code::Invalid, format!("{bytes} bytes at {data:#x}: nothing to copy")));
         }
+        if isize::try_from(bytes).is_err() {
+            return Err(Failure::new(Code::TooLarge, format!("{bytes} bytes: no memory is as large")));
+        }
         let closed = || Failure::new(Code::Closed, "nothing is taken any more: the pool was shut down");
         let sender = self.sender.lock().clone().ok_or_else(closed)?;
         // SAFETY: the caller's.
@@ -150,7 +153,7 @@ impl Pool {
                 let begun = !(too_large || error.is_full() || error.is_closed() || error.is_fault());
                 if !self.loans.refused(number, begun.then_some(BEGUN)) {
                     let text = format!("{error}; and the device is still at its memory");
-                    return Err(Failure::new(Code::Other, text));
+                    return Err(Failure::new(Code::InUse, text));
                 }
                 let failure = Failure::from(error);
                 Err(if too_large { Failure { code: Code::TooLarge, ..failure } } else { failure })
@@ -163,7 +166,8 @@ impl Pool {
         let nothing = || Failure::new(Code::Timeout, "nothing has come in time");
         let mut outputs = self.outputs.try_lock_for(timeout).ok_or_else(nothing)?;
         let left = timeout.saturating_sub(start.elapsed());
-        let delivered = outputs.next_timeout(left).map_err(|_| nothing())?;
+        let delivered = outputs.next_timeout(left);
+        let delivered = delivered.map_err(|error| if error.is_not_ready() { nothing() } else { error.into() })?;
         drop(outputs);
         let Some(delivered) = delivered else {
             return Err(Failure::new(Code::End, "the pool was shut down, and all was given"));
@@ -179,7 +183,8 @@ impl Pool {
     }
 
     pub(crate) fn drain(&self, timeout: Duration) -> Result<(), Failure> {
-        self.pool.drain(timeout).map_err(|_| Failure::new(Code::Timeout, "not all was delivered in time"))
+        let late = || Failure::new(Code::Timeout, "not all was delivered in time");
+        self.pool.drain(timeout).map_err(|error| if error.is_not_ready() { late() } else { error.into() })
     }
 
     pub(crate) fn shutdown(&self, deadline: Duration) -> Shutdown {
@@ -195,8 +200,9 @@ impl Pool {
         let start = Instant::now();
         self.shutdown(timeout);
         self.drain(timeout.saturating_sub(start.elapsed()))?;
-        let busy = |_| Failure::new(Code::Timeout, "the device is still at memory that it was lent");
-        self.device.drain(timeout.saturating_sub(start.elapsed())).map_err(busy)?;
+        let busy = || Failure::new(Code::Timeout, "the device is still at memory that it was lent");
+        let drained = self.device.drain(timeout.saturating_sub(start.elapsed()));
+        drained.map_err(|error| if error.is_not_ready() { busy() } else { error.into() })?;
         self.loans.end_all();
         Ok(())
     }

@@ -31,14 +31,13 @@
  * Memory.  What was submitted must stay valid, and must not be written, until its release callback was called: then the
  * copy has passed. For each submit that returned TT_OK the callback is called exactly once, also when the copy fails,
  * when the pool is shut down, and after a fault of the device (then by tt_egress_destroy at the latest). For one that
- * returned anything else it is never called; the memory is the caller's again at once, unless the text of TT_OTHER says
- * that the device is still at it.
+ * returned anything else it is never called; the memory is the caller's again at once, but for TT_IN_USE.
  *
  * Callback.  It runs on a thread of the library that others wait for: it must be quick, must not wait, must not call
  * into this library, and must not throw or jump out. It may also run inside tt_egress_submit, where the device was done
  * before that returned; and after a fault inside tt_egress_next, tt_egress_shutdown and tt_egress_destroy.
  *
- * Forks.  A child of a process that has made a pool can not use it.
+ * Forks.  In a child of a process that has used the library every call returns TT_FORKED at once.
  */
 #ifndef TRANSFER_TENSOR_H
 #define TRANSFER_TENSOR_H
@@ -68,7 +67,9 @@ typedef enum tt_code {
     TT_FAULT = 9,          /* the device faulted; its context is lost */
     TT_OUT_OF_MEMORY = 10, /* the host or the device has no memory for it */
     TT_INTERNAL = 11,      /* a defect of the library */
-    TT_OTHER = 12          /* tt_egress_last_error says what */
+    TT_OTHER = 12,         /* tt_egress_last_error says what */
+    TT_FORKED = 13,        /* this is a forked child of a process that used the library before */
+    TT_IN_USE = 14         /* tt_egress_submit: refused, but the device may be at the memory, which must stay as it is */
 } tt_code;
 
 /* tt_options.order: as copies end, or as they were submitted. */

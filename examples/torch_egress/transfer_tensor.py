@@ -15,8 +15,9 @@ import threading
 ABI = 1
 FOREVER = 0xFFFFFFFF
 COMPLETION, SUBMISSION = 0, 1
-CODES = ("OK TIMEOUT END INVALID NO_DEVICE CLOSED FULL TOO_LARGE CAPTURING FAULT OUT_OF_MEMORY INTERNAL OTHER").split()
-OK, TIMEOUT, END = 0, 1, 2
+CODES = ("OK TIMEOUT END INVALID NO_DEVICE CLOSED FULL TOO_LARGE CAPTURING FAULT OUT_OF_MEMORY INTERNAL OTHER "
+         "FORKED IN_USE").split()
+OK, TIMEOUT, END, IN_USE = 0, 1, 2, 14
 
 _Release = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
@@ -110,7 +111,7 @@ def milliseconds(seconds):
 class Pool:
     """A pool; its methods may be called from any thread. Seconds are floats, None: without end."""
 
-    # The callbacks of pools that could not be destroyed, which may be called yet.
+    # What must stay: pools that could not be destroyed, whose callbacks may be called yet, and memory that the device may be at.
     _left = []
 
     def __init__(self, library, device=0, workers=0, capacity=0, budget=0, order=COMPLETION, room_timeout=None):
@@ -136,7 +137,9 @@ class Pool:
             self._lent[key] = keep
         try:
             self._library.call("submit", self._number, address, size, stream, tag, self._release, key)
-        except EgressError:
+        except EgressError as error:
+            if error.code == IN_USE:
+                Pool._left.append(keep)
             self._give_back(key)
             raise
 

@@ -10,8 +10,9 @@ use transfer_tensor::cudarc::driver::{CudaSlice, sys};
 use transfer_tensor::{EgressPool, HostTensor, Output, Strategy, Ticket, TransferTensor};
 
 use crate::egress::{LEN, builder, slice};
+use crate::forked::in_a_forked_child;
 use crate::pool::until;
-use crate::support::{Gpu, H200, HANG, in_a_forked_child, within};
+use crate::support::{Gpu, H200, HANG, within};
 
 pub(crate) const LIMIT: Duration = Duration::from_secs(5);
 

@@ -8,9 +8,10 @@ use transfer_tensor::cudarc::driver::CudaSlice;
 use transfer_tensor::{Chunked, Chunks, EgressPool, Error, Output, PoolOptions, Tagged};
 
 use crate::egress::{FAULT, builder};
+use crate::forked::in_a_forked_child;
 use crate::machines::pattern;
 use crate::pool::{end, until, with_pool};
-use crate::support::{GH200, Gpu, H200, HANG, SPARK, in_a_forked_child, within};
+use crate::support::{GH200, Gpu, H200, HANG, SPARK, within};
 
 const LIMIT: Duration = Duration::from_secs(5);
 const CHUNK: usize = 4 << 10;

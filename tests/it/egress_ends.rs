@@ -11,8 +11,9 @@ use transfer_tensor::cudarc::driver::sys::CUresult;
 use transfer_tensor::{EgressPool, HostTensor, Order, Output, Stage, Strategy, Tagged, TransferTensor};
 
 use crate::egress::{FAULT, LEN, builder, held, slice};
+use crate::forked::in_a_forked_child;
 use crate::pool::until;
-use crate::support::{Gpu, H200, HANG, in_a_forked_child};
+use crate::support::{Gpu, H200, HANG};
 
 const LIMIT: Duration = Duration::from_secs(5);
 

@@ -11,8 +11,9 @@ use transfer_tensor::cudarc::driver::CudaSlice;
 use transfer_tensor::{EgressPool, HostTensor, IngressError, IngressPrefetcher, Order, Output, TransferTensor};
 
 use crate::egress::{LEN, builder, slice};
+use crate::forked::in_a_forked_child;
 use crate::pool::until;
-use crate::support::{Gpu, H200, HANG, in_a_forked_child, poll_once};
+use crate::support::{Gpu, H200, HANG, poll_once};
 
 /// What `run` says in a child, to which `item` belongs there; the parent has it afterwards as if nothing had been.
 #[track_caller]

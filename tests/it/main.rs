@@ -25,6 +25,7 @@ mod egress_reports;
 mod errors;
 mod existing;
 mod failing_calls;
+mod forked;
 mod forks;
 mod given_away;
 mod ingress;

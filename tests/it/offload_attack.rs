@@ -7,8 +7,9 @@ use transfer_tensor::{
     Access, ActivationStack, LayerOrder, OffloadLayer, Offloader, Strategy, TransferTensor, Workload, WorkloadLayer,
 };
 
+use crate::forked::in_a_forked_child;
 use crate::offload::{LEN, build, layers, tensor};
-use crate::support::{GH200, Gpu, H200, HANG, SPARK, in_a_forked_child, index_hash};
+use crate::support::{GH200, Gpu, H200, HANG, SPARK, index_hash};
 
 /// Numbers that follow from a seed (xorshift).
 struct Dice(u64);
