@@ -397,20 +397,20 @@ impl<S: EgressSource, R: Send + 'static> Shared<S, R> {
         let error = Error::new(Kind::Closed { why: "the pool was shut down before the item was delivered".into() });
         // Not those that this thread consumes.
         let own = delivering(&self.gate);
-        let open: HashMap<_, _> = {
+        let (open, abandoned): (HashMap<_, _>, _) = {
             let mut state = self.state.lock();
             state.stopped.get_or_insert_with(|| error.clone());
             let all = std::mem::take(&mut state.open);
             let (own, open) = all.into_iter().partition(|(number, item)| own.contains(number) && !item.is_open());
             state.open = own;
-            open
+            // Under the lock: later they may be over, and other items.
+            let abandoned = open.values().filter(|item| !item.is_cancelled()).count();
+            (open, abandoned)
         };
-        let mut abandoned = 0;
         for (number, item) in &open {
-            abandoned += u64::from(!item.is_cancelled());
             let _ = quietly(|| item.finish(*number, Err(error.clone())));
         }
-        abandoned
+        abandoned as u64
     }
 
     /// (In a forked child a lock may never be free.)

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, Weak};
 use std::task::{Context, Wake, Waker};
 use std::time::{Duration, Instant};
 
-use transfer_tensor::cudarc::driver::CudaSlice;
+use transfer_tensor::cudarc::driver::{CudaSlice, DevicePtrMut, sys};
 use transfer_tensor::{EgressPool, HostTensor, Order, Output, PoolOptions, Stage, TransferTensor};
 
 use crate::egress::{LEN, builder, slice};
@@ -35,6 +35,15 @@ impl Wake for Does {
     }
 }
 
+/// Has the stream set all bytes, when it comes to that.
+fn stream_sets(gpu: &Gpu, slice: &mut CudaSlice<u8>, value: u8) {
+    let len = slice.len();
+    let (address, _noted) = slice.device_ptr_mut(&gpu.stream);
+    // SAFETY: the slice has as many bytes, and is borrowed for writing.
+    let set = unsafe { sys::cuMemsetD8Async(address, value, len, gpu.stream.cu_stream()) };
+    assert_eq!(set, sys::CUresult::CUDA_SUCCESS);
+}
+
 /// Page-locked memory that is kept is no room of the pool's: what is submitted then goes to ordinary memory, without waiting for the device.
 #[test]
 fn without_page_locked_memory_a_submit_waits_for_nothing() {
@@ -43,12 +52,13 @@ fn without_page_locked_memory_a_submit_waits_for_nothing() {
     let pool: EgressPool<CudaSlice<u8>> = EgressPool::builder(&device).tickets().unwrap();
     let shared: EgressPool<Arc<CudaSlice<u8>>> = EgressPool::builder(&device).tickets().unwrap();
     let big = |value| gpu.stream.clone_htod(&vec![value; 2 << 20]).unwrap();
-    let (first, second, third) = (big(1u8), big(2), Arc::new(big(3)));
+    let (first, mut second, third) = (big(1u8), big(5), Arc::new(big(3)));
     let kept = pool.submit(first).unwrap().wait().unwrap().into_inner();
     // The device's thread and its buffers are there.
     drop(pool.submit(big(0)).unwrap().wait().unwrap());
     gpu.context.synchronize().unwrap();
     let gate = gpu.gate(&gpu.stream);
+    stream_sets(&gpu, &mut second, 2);
     let (pool, second) = within(LIMIT, move || {
         let ticket = pool.submit(second).unwrap();
         (pool, ticket)
