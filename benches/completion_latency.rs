@@ -3,19 +3,20 @@
 //!     cargo bench --bench completion_latency -- [--quick] [--json FILE]
 //!
 //! The copies are of 4 KiB, one at a time, with the caller awake between two, and nothing else under way. *raw* of a wait is a copy with
-//! an event behind it, for which the caller asks until it has passed; *raw* of a submit: the calls for a copy on a second stream, with an event
-//! before and one behind. Without a GPU the simulated H200 runs, by the wall.
+//! an event behind it, for which the caller asks until it has passed; *raw* of a submit: cudarc told that the slice is read, an event on its
+//! stream, the copy on another one with an event behind it, and a sleeping thread woken, where the pool has to. Without a GPU the simulated
+//! H200 runs, by the wall.
 
 mod common;
 
 use std::pin::pin;
-use std::sync::Arc;
 use std::sync::mpsc::channel;
+use std::sync::{Arc, Condvar, Mutex};
 use std::task::{Context, Poll, Wake, Waker};
 use std::time::{Duration, Instant};
 
 use common::{Args, Bench, Failure, Raw, Row, check, median, print, write};
-use transfer_tensor::cudarc::driver::{CudaSlice, sys};
+use transfer_tensor::cudarc::driver::{CudaSlice, DevicePtr, sys};
 use transfer_tensor::{EgressPool, HostTensor, Output, TransferTensor};
 
 const BYTES: usize = 4 << 10;
@@ -30,9 +31,9 @@ fn main() -> Result<(), Failure> {
     let rounds = if args.quick || bench.sim.is_some() { 10 } else { 1001 };
     let mut rows = Vec::new();
     calls(&bench, rounds, &mut rows);
-    let (submit, raw) = waits(&bench, rounds, &mut rows)?;
+    let (submits, raw) = waits(&bench, rounds, &mut rows)?;
     for awake in [false, true] {
-        pools(&bench, rounds, awake, (submit, raw), &mut rows)?;
+        pools(&bench, rounds, awake, (submits, raw), &mut rows)?;
     }
     write(&args, &rows)
 }
@@ -120,8 +121,9 @@ fn calls(bench: &Bench, rounds: usize, rows: &mut Vec<Row>) {
     unsafe { check(sys::cuEventDestroy_v2(event)) };
 }
 
-/// A tensor's own waits, and the driver's. What the calls of a copy on a second stream take, and a copy on the first until it is seen to have run.
-fn waits(bench: &Bench, rounds: usize, rows: &mut Vec<Row>) -> Result<(f64, f64), Failure> {
+/// A tensor's own waits, and the driver's. What the calls of a submit take, without and with a thread woken, and a copy until it is seen to have
+/// run.
+fn waits(bench: &Bench, rounds: usize, rows: &mut Vec<Row>) -> Result<([f64; 2], f64), Failure> {
     let (raw, stream) = (Raw::new(BYTES), bench.stream.cu_stream());
     let mut wait = |case: &str, flags: sys::CUevent_flags, block: bool, base: Option<f64>| {
         let mut event = std::ptr::null_mut();
@@ -154,7 +156,6 @@ fn waits(bench: &Bench, rounds: usize, rows: &mut Vec<Row>) -> Result<(f64, f64)
         // SAFETY: as in `calls`.
         unsafe { check(sys::cuEventCreate(event, sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32)) };
     }
-    let mut submits = Vec::new();
     let seconds = each(rounds, || {
         let start = Instant::now();
         // SAFETY: as in `calls`.
@@ -163,13 +164,51 @@ fn waits(bench: &Bench, rounds: usize, rows: &mut Vec<Row>) -> Result<(f64, f64)
             check(sys::cuStreamWaitEvent(second.cu_stream(), before, 0));
             check(sys::cuMemcpyDtoHAsync_v2(raw.host, raw.device, BYTES, second.cu_stream()));
             check(sys::cuEventRecord(behind, second.cu_stream()));
-            submits.push(start.elapsed().as_secs_f64());
             while sys::cuEventQuery(behind) == sys::CUresult::CUDA_ERROR_NOT_READY {}
         }
         start.elapsed().as_secs_f64()
     });
     add(bench, rows, "raw: on a second stream, asking", seconds, Some(base));
-    let submit = add(bench, rows, "raw: on a second stream, until it is submitted", submits, None);
+    let slice: CudaSlice<u8> = bench.stream.alloc_zeros(BYTES)?;
+    let mut submits = |case: &str, wake: &dyn Fn()| {
+        let mut submits = Vec::new();
+        each(rounds, || {
+            let start = Instant::now();
+            wake();
+            let (source, told) = slice.device_ptr(&bench.stream);
+            drop(told);
+            // SAFETY: as in `calls`; the slice is as long, and stays.
+            unsafe {
+                check(sys::cuEventRecord(before, stream));
+                check(sys::cuStreamWaitEvent(second.cu_stream(), before, 0));
+                check(sys::cuMemcpyDtoHAsync_v2(raw.host, source, BYTES, second.cu_stream()));
+                check(sys::cuEventRecord(behind, second.cu_stream()));
+                submits.push(start.elapsed().as_secs_f64());
+                while sys::cuEventQuery(behind) == sys::CUresult::CUDA_ERROR_NOT_READY {}
+            }
+            0.0
+        });
+        add(bench, rows, case, submits, None)
+    };
+    let awake = submits("raw: the calls of a submit", &|| ());
+    let (state, changed) = (Mutex::new(Some(0u64)), Condvar::new());
+    let asleep = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut seen = Some(0);
+            while seen.is_some() {
+                let now = changed.wait_while(state.lock().expect("no panic"), |now| *now == seen);
+                seen = *now.expect("no panic");
+            }
+        });
+        let set = |change: fn(u64) -> Option<u64>| {
+            let mut state = state.lock().expect("no panic");
+            *state = state.and_then(change);
+            changed.notify_one();
+        };
+        let asleep = submits("raw: the calls of a submit, and a thread woken", &|| set(|now| Some(now + 1)));
+        set(|_| None);
+        asleep
+    });
     let mut tensor = Some(bench.device.tensor().zeros::<u8>([BYTES])?);
     for (case, awaited) in [("tensor: to_host().wait()", false), ("tensor: to_host().await", true)] {
         let mut failed = None;
@@ -195,7 +234,7 @@ fn waits(bench: &Bench, rounds: usize, rows: &mut Vec<Row>) -> Result<(f64, f64)
         failed.map_or(Ok(()), Err)?;
         add(bench, rows, case, seconds, Some(base));
     }
-    Ok((submit, base))
+    Ok(([awake, asleep], base))
 }
 
 /// From `submit` to a function, a ticket, and a task.
@@ -203,7 +242,7 @@ fn pools(
     bench: &Bench,
     rounds: usize,
     awake: bool,
-    (submit, raw): (f64, f64),
+    (submits, raw): ([f64; 2], f64),
     rows: &mut Vec<Row>,
 ) -> Result<(), Failure> {
     let name = |what: &str| format!("pool{}: {what}", if awake { ", low latency" } else { "" });
@@ -214,18 +253,18 @@ fn pools(
         EgressPool::builder(&bench.device).low_latency(awake).consumer(move |_: Output<HostTensor<u8>>| {
             let _ = told.send(Instant::now());
         })?;
-    let (mut submits, mut failed) = (Vec::new(), None);
+    let (mut times, mut failed) = (Vec::new(), None);
     let seconds = each(rounds, || {
         let start = Instant::now();
         match pool.submit(source.clone()) {
             Ok(ticket) => drop(ticket),
             Err(refused) => failed = Some(refused.error),
         }
-        submits.push(start.elapsed().as_secs_f64());
+        times.push(start.elapsed().as_secs_f64());
         seen.recv_timeout(Duration::from_secs(10)).map_or(f64::NAN, |at| at.duration_since(start).as_secs_f64())
     });
     failed.map_or(Ok(()), Err)?;
-    add(bench, rows, &name("submit"), submits, Some(submit));
+    add(bench, rows, &name("submit"), times, Some(submits[usize::from(!awake)]));
     add(bench, rows, &name("submit to function"), seconds, Some(raw));
     drop(pool);
 
