@@ -117,7 +117,7 @@ pub enum Stage {
 /// | a ticket is cancelled | not consumed, if there was time; the copy runs to its end |
 /// | [`shutdown`](EgressPool::shutdown) | nothing is taken any more; what is open is delivered, or told that it was not in time |
 /// | the pool is dropped | as a shutdown without a deadline: it waits, and nothing is lost. Inside a consumer it does not wait; the threads finish what is open |
-/// | in a forked child | every call says so ([`Error::is_forked`]), and [`Outputs`] are at their end; nothing waits. The items are the parent's |
+/// | in a forked child | what submits or waits says so ([`Error::is_forked`]), and so does [`health`](EgressPool::health); [`Outputs`] are at their end; nothing blocks. The items are the parent's |
 pub struct EgressPool<S: EgressSource, R: Send + 'static = Output<<S as EgressSource>::Output>> {
     shared: Arc<Shared<S, R>>,
     threads: Vec<JoinHandle<()>>,
