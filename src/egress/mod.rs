@@ -13,6 +13,7 @@ mod crew;
 mod gate;
 mod output;
 mod outputs;
+mod several;
 mod shared;
 mod source;
 mod stats;
@@ -25,7 +26,8 @@ use std::time::{Duration, Instant};
 
 pub use output::Output;
 pub use outputs::{Delivered, Outputs};
-pub use source::{Chunked, EgressSource, Tagged};
+pub use several::Tagged;
+pub use source::{Chunked, EgressSource};
 pub use stats::{EgressHealth, EgressStats, Shutdown};
 pub use ticket::Ticket;
 
@@ -36,6 +38,7 @@ use self::shared::{Consumer, Inside, Observer, Shared, delivering, must_not_wait
 use self::ticket::Spare;
 use crate::complete::on_device_thread;
 use crate::device::Device;
+use crate::driver::check_not_forked;
 use crate::driver::lane::{Lane, Lanes};
 use crate::error::{Error, Kind, Refused, Result, quietly};
 use crate::order::Order;
@@ -117,7 +120,7 @@ pub enum Stage {
 /// | a ticket is cancelled | not consumed, if there was time; the copy runs to its end |
 /// | [`shutdown`](EgressPool::shutdown) | nothing is taken any more; what is open is delivered, or told that it was not in time |
 /// | the pool is dropped | as a shutdown without a deadline: it waits, and nothing is lost. Inside a consumer it does not wait; the threads finish what is open |
-/// | in a forked child | what submits or waits says so ([`Error::is_forked`]), and so does [`health`](EgressPool::health); [`Outputs`] are at their end; nothing blocks. The items are the parent's |
+/// | in a forked child | what submits or waits says so ([`Error::is_forked`]), and so does [`health`](EgressPool::health); a shutdown does nothing, [`Outputs`] are at their end; nothing blocks. The items are the parent's |
 pub struct EgressPool<S: EgressSource, R: Send + 'static = Output<<S as EgressSource>::Output>> {
     shared: Arc<Shared<S, R>>,
     threads: Vec<JoinHandle<()>>,
@@ -341,7 +344,7 @@ impl<S: EgressSource, R: Send + 'static> EgressPool<S, R> {
     }
 
     fn wait(&self, timeout: Duration, until: impl FnOnce(&Gate, usize, Option<Instant>) -> bool) -> Result<()> {
-        crate::driver::Driver::get()?;
+        check_not_forked()?;
         let deadline = deadline(timeout);
         match until(&self.shared.gate, delivering(&self.shared.gate).len(), deadline) {
             true => Ok(()),
@@ -353,7 +356,7 @@ impl<S: EgressSource, R: Send + 'static> EgressPool<S, R> {
     /// copies run to their end, and a consumer that is at work goes on, without anybody waiting. Again: the same for what is left. In a task's
     /// waker, which may run on a thread of the device's, the deadline is now; in a forked child nothing is done.
     pub fn shutdown(&self, deadline: Duration) -> Shutdown {
-        if crate::driver::Driver::get().is_err() {
+        if check_not_forked().is_err() {
             return Shutdown { delivered: 0, failed: 0, abandoned: 0 };
         }
         let before = self.shared.stats();
@@ -388,7 +391,7 @@ fn deadline(timeout: Duration) -> Option<Instant> {
 impl<S: EgressSource, R: Send + 'static> Drop for EgressPool<S, R> {
     fn drop(&mut self) {
         // A forked child has neither the threads nor, perhaps, a free lock.
-        if crate::driver::Driver::get().is_err() {
+        if check_not_forked().is_err() {
             return;
         }
         self.shared.gate.close(Error::new(Kind::Closed { why: "the pool was dropped".into() }));

@@ -18,7 +18,7 @@ use super::ticket::{Held, Item, Spare, Ticket};
 use super::{OnError, Stage};
 use crate::complete::on_device_thread;
 use crate::device::Device;
-use crate::driver::Driver;
+use crate::driver::check_not_forked;
 use crate::driver::lane::{Asked, LANES, Lane, Lanes, Passed};
 use crate::error::{Error, Kind, Refused, Result, quietly};
 use crate::pool::WhenFull;
@@ -135,7 +135,7 @@ impl<S: EgressSource, R: Send + 'static> Shared<S, R> {
         channel: impl FnOnce() -> Option<(Arc<Channel<R>>, u64)>,
     ) -> Result<Ticket<R>, Refused<Option<S>>> {
         // In a forked child there is nobody who makes room.
-        if let Err(error) = Driver::get() {
+        if let Err(error) = check_not_forked() {
             return Err(Refused { error, value: Some(source) });
         }
         let bytes = source.bytes();
@@ -415,7 +415,7 @@ impl<S: EgressSource, R: Send + 'static> Shared<S, R> {
 
     /// (In a forked child a lock may never be free.)
     pub(super) fn stats(&self) -> EgressStats {
-        if Driver::get().is_err() {
+        if check_not_forked().is_err() {
             return EgressStats::default();
         }
         let (items, bytes, _) = self.gate.level();
@@ -424,7 +424,7 @@ impl<S: EgressSource, R: Send + 'static> Shared<S, R> {
     }
 
     pub(super) fn health(&self, workers: usize) -> EgressHealth {
-        if let Err(error) = Driver::get() {
+        if let Err(error) = check_not_forked() {
             return EgressHealth { workers: 0, panics: 0, last_error: Some(error), faulted: false, closed: true };
         }
         let state = self.state.lock();

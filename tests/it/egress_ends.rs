@@ -11,7 +11,6 @@ use transfer_tensor::cudarc::driver::sys::CUresult;
 use transfer_tensor::{EgressPool, HostTensor, Order, Output, Stage, Strategy, Tagged, TransferTensor};
 
 use crate::egress::{FAULT, LEN, builder, held, slice};
-use crate::forked::in_a_forked_child;
 use crate::pool::until;
 use crate::support::{Gpu, H200, HANG};
 
@@ -404,33 +403,6 @@ fn a_shutdown_counts_no_item_twice() {
     let (stats, result) = (pool.stats(), ticket.wait());
     assert_eq!(stats.delivered, u64::from(result.is_ok()), "{report:?} {result:?}");
     drop(pool);
-    gpu.finish();
-}
-
-/// A child of a fork has no threads: it drops what it inherited without waiting for them.
-#[test]
-fn a_forked_child_drops_a_pool_at_once() {
-    let Some(gpu) = Gpu::simulated(H200).map(Gpu::keeping) else { return };
-    for open in [false, true] {
-        let pool: EgressPool<CudaSlice<u8>, u8> =
-            EgressPool::builder(&gpu.device).consumer(|out: Output<Bytes>| out[0]).unwrap();
-        pool.submit(slice(&gpu, 0)).unwrap().wait().unwrap();
-        let source = slice(&gpu, 1);
-        gpu.context.synchronize().unwrap();
-        let gate = gpu.gate(&gpu.stream);
-        let ticket = open.then(|| pool.submit(source).unwrap());
-        let mut pool = Some(pool);
-        let status = in_a_forked_child(&mut || {
-            drop(pool.take());
-            true
-        });
-        gate.open();
-        assert_eq!(status, 0, "open: {open}; ended by a signal: it hangs");
-        if let Some(ticket) = ticket {
-            ticket.wait().unwrap();
-        }
-        drop(pool);
-    }
     gpu.finish();
 }
 

@@ -243,3 +243,24 @@ fn what_is_dropped_waits_for_nobody() {
     drop((batch, batches, pool));
     gpu.finish();
 }
+
+/// A child of a fork has no threads: it drops what it inherited without waiting for them.
+#[test]
+fn a_forked_child_drops_a_pool_at_once() {
+    let Some(gpu) = Gpu::simulated(H200).map(Gpu::keeping) else { return };
+    for open in [false, true] {
+        let pool: EgressPool<CudaSlice<u8>, u8> = builder(&gpu).consumer(|out: Output<HostTensor<u8>>| out[0]).unwrap();
+        pool.submit(slice(&gpu, 0)).unwrap().wait().unwrap();
+        let source = slice(&gpu, 1);
+        gpu.context.synchronize().unwrap();
+        let gate = gpu.gate(&gpu.stream);
+        let ticket = open.then(|| pool.submit(source).unwrap());
+        let pool = dropped_in_a_child(if open { "a pool with an item" } else { "a pool" }, pool);
+        gate.open();
+        if let Some(ticket) = ticket {
+            ticket.wait().unwrap();
+        }
+        drop(pool);
+    }
+    gpu.finish();
+}
