@@ -23,7 +23,7 @@ use crate::tensor::{Chunks, HostTensor, TransferTensor};
 /// | `CudaSlice<T>`, `Arc<CudaSlice<T>>` | [`HostTensor<T>`] of one dimension, copied once |
 /// | [`Chunked<T>`](Chunked) | [`Chunks<T>`](crate::Chunks), for a consumer that asks for one chunk after another |
 /// | `Vec<S>`, `(A, B)`, `(A, B, C)` | the same of what comes out for each |
-/// | [`Tagged<S, K>`](Tagged) | the same, with the tag |
+/// | [`Tagged<S, K>`](crate::Tagged) | the same, with the tag |
 ///
 /// # Ordering
 /// As for the tensors made of them: the copy comes after what uses the tensor, and after what the slice's stream was given before
